@@ -23,8 +23,8 @@ from sfi_core.engine.audit import divergence
 from sfi_core.machine.memory import describe
 from sfi_core.machine.versions import versions
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.models.block_linear import BlockLinear
 from sfi_core.models.blocks import Blocks
+from sfi_core.models.linear import BlockLinear
 
 POLICIES = ("full-kv", "sfi", "codescan", "quest", "snapkv", "streaming-llm", "freekv")
 WRITABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # gguf does not write the others

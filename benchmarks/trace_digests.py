@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +30,7 @@ from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load  # no
 from sfi_core.bundled.example import load_example  # noqa: E402
 from sfi_traces.model.trace import Trace  # noqa: E402
 from sfi_traces.record.parquet import ParquetObserver  # noqa: E402
-from sfi_traces.views.frames import passages, playable  # noqa: E402
+from sfi_traces.views.frames import passages, playable, strip  # noqa: E402
 from tests.traces.imports import write_npz  # noqa: E402
 from tests.traces.made import make_trace  # noqa: E402
 from tests.traces.small import redact, rewrite  # noqa: E402
@@ -103,8 +104,6 @@ def outputs(path: Path) -> Iterator[tuple[str, Any]]:
             where = ("--request", request, "--step", step)
             yield f"step {request} {step}", _said("show", path, *where, "--json")
         yield f"report {request}", _drawn("report", path, "--request", request, "page.html")
-        frames = ("--request", request, "--play", "--step", f"0-{steps - 1}")
-        yield f"play {request}", _said("replay", path, *frames)
         yield f"player {request}", _played(trace, request)
     for kind in ("heatmap", "lag", "lambda", "retained", "timeline"):
         yield kind, _drawn("plot", path, "--kind", kind, f"{path.name}-{kind}.png")
@@ -120,14 +119,15 @@ def pairs(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _played(trace: Trace, request: int) -> Any:
-    # what the player shows beside the frame: passages
+    # what the player shows beside a step's row: passages and strips
     try:
-        run = playable(trace, request, audited=False)
+        run = playable(trace, request)
         names = ("part", "first", "last", "share", "mass", "text")
         shown = [
             [[getattr(one, name) for name in names] for one in passages(run, step)] for step in range(len(run.steps))
         ]
-        return _rounded(json.dumps(shown))
+        drawn = [[part.tolist() for part in asdict(strip(run, step, 80)).values()] for step in range(len(run.steps))]
+        return _rounded(json.dumps([shown, drawn]))
     except Exception as error:  # noqa: BLE001
         return str(error)
 

@@ -21,7 +21,8 @@ import torch  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from sfi_core.bundled.corpus import HELD_OUT, draw, vocabulary  # noqa: E402
+from sfi_core.bundled import example  # noqa: E402
+from sfi_core.bundled.example import HELD_OUT, draw  # noqa: E402
 
 MAX_LENGTH = 16384
 START, END, PAD = "<|start|>", "<|end|>", "<|pad|>"
@@ -72,6 +73,15 @@ def model_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def vocabulary() -> list[str]:
+    """List the texts that must be one token each."""
+    words = [*example.NAMES, *example.VERBS, *example.ADJECTIVES, *example.OBJECTS, *example.PREPOSITIONS]
+    words += [*example.PLACE_ADJECTIVES, *example.PLACES]
+    words += ["a", "an", "the", "and", "right", "What", "is", "written", "about"]
+    bare = [*example.OPENERS, "Question", "Answer", ".", "!", ";", "?", ",", ":", ".\n", "!\n", "?\n", "\n"]
+    return [f" {word}" for word in words] + bare
 
 
 def build_tokenizer(max_length: int) -> PreTrainedTokenizerFast:

@@ -11,8 +11,7 @@ from typing import Any, get_args, get_type_hints
 import typer
 
 from sfi_cli.app import HELP, app
-from sfi_cli.settings.given import written
-from sfi_cli.settings.tables import COMMANDS, DIMENSIONS, SETTINGS, TABLES, places
+from sfi_cli.settings import COMMANDS, DIMENSIONS, SETTINGS, TABLES, places, written
 from sfi_cli.terminal.output import INTERRUPTED
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError
 from sfi_core.settings.config import PRESETS, SfiConfig

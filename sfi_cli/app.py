@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Annotated, Any
@@ -21,13 +22,13 @@ from sfi_cli.commands.bench.command import bench
 from sfi_cli.commands.chat import chat
 from sfi_cli.commands.doctor import doctor
 from sfi_cli.commands.evaluate.command import evaluate, lm_eval
-from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.generate import generate
 from sfi_cli.commands.kernel_bench import kernel_bench
-from sfi_cli.commands.serve.command import Serve, serve
+from sfi_cli.commands.serve import Serve, serve
 from sfi_cli.commands.tune import tune
 from sfi_cli.commands.tune_heads import heads
 from sfi_cli.terminal.output import Output, escape_unknown_characters, leave_interrupted, message
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, InputError, RankLostError, SfiError
 
 OF_NO_FILE = (UnicodeEncodeError, ImportError, NameError, MemoryError)  # errors that no damaged file explains
@@ -101,7 +102,6 @@ app.command()(doctor)
 
 @app.callback(invoke_without_command=True)
 def root(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
     debug: Annotated[  # noqa: ARG001 - `main` takes it out of the arguments
         bool, typer.Option("--debug", help="Show the traceback of an error; stands anywhere.")
@@ -113,8 +113,6 @@ def root(
 
         Output().stream(f"sfi {__version__}\n")
         raise typer.Exit
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 def main() -> None:
@@ -138,9 +136,13 @@ def main() -> None:
         known = _in_one_line(error)
         if debug or known is None:
             raise
-        if tells():
+        # all processes may have met the same error
+        if torchrun.size() == 1 or import_module("sfi_core.distributed.ranks").tells_errors():
             message(f"error: {in_options(str(known))}")
-        leave(known)
+        if isinstance(known, RankLostError):  # closing the process group would wait
+            sys.stderr.flush()
+            os._exit(known.exit_code)
+        sys.exit(known.exit_code)
 
 
 def in_options(text: str) -> str:
@@ -186,20 +188,3 @@ def one_voice() -> Iterator[None]:
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
         yield
-
-
-def tells() -> bool:
-    """Say whether this process prints an error: all processes may have met the same error."""
-    if torchrun.size() == 1:
-        return True
-    from sfi_core.distributed.ranks import tells_errors
-
-    return tells_errors()
-
-
-def leave(error: SfiError) -> None:
-    """End the process with the error's code; if a rank is lost, without closing the process group."""
-    if isinstance(error, RankLostError):
-        sys.stderr.flush()
-        os._exit(error.exit_code)
-    sys.exit(error.exit_code)

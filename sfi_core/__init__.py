@@ -4,9 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sfi_core.machine.versions import __version__
-from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.config import SelectorConfig, SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
-from sfi_core.settings.parts import SelectorConfig
 
 if TYPE_CHECKING:
     from sfi_core.engine.prompt_cache import PromptCache

@@ -52,15 +52,12 @@ class RankLostError(SfiError):
 def unknown(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """Return the error of a name that is not among those known; it says which is nearest."""
     names = tuple(known)
-    near = "".join(f"did you mean {one!r}? " for one in get_close_matches(name, names, 1))
+    near = "".join(f"did you mean {nearest!r}? " for nearest in get_close_matches(name, names, 1))
     return ConfigError(f"unknown {what} {name!r}; {near}expected one of {names}")
 
 
 def not_installed(what: str, package: str, extra: str) -> BackendError:
-    """Return the error of a missing package, with the command that installs our extra that brings it.
-
-    `what` ends with its verb: "the report needs". sfi is on no package index, so the extra comes from its clone.
-    """
-    clone = Path(__file__).parents[1]
+    """Return the error of what ("the report needs") lacks a package, and the command that installs our extra for it."""
+    clone = Path(__file__).parents[1]  # sfi is on no package index
     place, where = (clone, "") if (clone / "pyproject.toml").is_file() else (".", ", in a clone of sfi")
     return BackendError(f"{what} {package}, which is not installed; pip install -e '{place}[{extra}]'{where}")

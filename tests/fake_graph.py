@@ -18,13 +18,11 @@ from triton.runtime.interpreter import GridExecutor
 
 from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError
-from sfi_kernels.append import append
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, split_plan
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.pack import pack
+from sfi_kernels.pack import append, pack
 from sfi_kernels.pack.reference import packed_positions
-from sfi_kernels.selector import numerics, selector
-from sfi_kernels.split_plan import split_plan
+from sfi_kernels.selector import formulas, selector
 from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MODE, PACKED, QUERIES, START
 from sfi_kernels.top_k import top_k
 from sfi_kernels.top_k.reference import without_wait
@@ -161,7 +159,7 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(append.__dict__, "triton", append_few)
     monkeypatch.setitem(pack.__dict__, "triton", pack_by_masks)
     monkeypatch.setitem(split_plan.__dict__, "triton", lambda *_: None)  # nobody reads the work then
-    monkeypatch.setattr(numerics, "by_numpy", lambda _: False)
+    monkeypatch.setattr(formulas, "by_numpy", lambda _: False)
     for op in (dense_attention, selector, window_logits):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
     monkeypatch.setitem(

@@ -21,14 +21,11 @@ from sfi_core.observers.events import (
 from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.base import LayerContext
 from sfi_core.state.request import RequestState
-from sfi_kernels.append import append
 from sfi_kernels.code_scan import code_scan, code_tokens
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, sparse_attention, split_plan
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.pack import pack, recall
+from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.selector import selector
-from sfi_kernels.sparse_attention import sparse_attention
-from sfi_kernels.split_plan import split_plan
 from sfi_kernels.top_k import top_k
 
 
@@ -39,6 +36,11 @@ def tokens(result: Any) -> list[list[int]]:
 
 def int32(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def positions(index_HK: torch.Tensor) -> list[list[int]]:
+    """Return each head's; a batch pads them to its longest request's number."""
+    return [[position for position in head if position >= 0] for head in index_HK.tolist()]
 
 
 def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -> Any:
@@ -76,48 +78,23 @@ def coarse(weight: torch.Tensor) -> torch.Tensor:
     return ((weight / power * 8).floor() * power).clamp_max(15 / 2)  # 1 is no score of its own
 
 
+KEPT = {  # where the observer below keeps events
+    RunEvent: "runs", PromptEvent: "prompts", BeginStepEvent: "begun", StepEvent: "steps",
+    VerificationEvent: "verifications", SelectionEvent: "selections", RecallEvent: "recalls", AuditEvent: "audits",
+    LogitsEvent: "logits",
+}  # fmt: skip
+
+
 class RecordingObserver(NullObserver):
     """Keeps every event and span, in order."""
 
     def __init__(self) -> None:
-        self.runs: list[RunEvent] = []
-        self.prompts: list[PromptEvent] = []
-        self.begun: list[BeginStepEvent] = []
-        self.steps: list[StepEvent] = []
-        self.verifications: list[VerificationEvent] = []
-        self.selections: list[SelectionEvent] = []
-        self.recalls: list[RecallEvent] = []
-        self.audits: list[AuditEvent] = []
-        self.logits: list[LogitsEvent] = []
+        vars(self).update({name: [] for name in KEPT.values()})
         self.spans: list[tuple[str, int | None]] = []
         self.open = 0
 
-    def on_run(self, event: RunEvent) -> None:
-        self.runs.append(event)
-
-    def on_prompt(self, event: PromptEvent) -> None:
-        self.prompts.append(event)
-
-    def on_begin_step(self, event: BeginStepEvent) -> None:
-        self.begun.append(event)
-
-    def on_audit(self, event: AuditEvent) -> None:
-        self.audits.append(event)
-
-    def on_logits(self, event: LogitsEvent) -> None:
-        self.logits.append(event)
-
-    def on_step(self, event: StepEvent) -> None:
-        self.steps.append(event)
-
-    def on_verification(self, event: VerificationEvent) -> None:
-        self.verifications.append(event)
-
-    def on_selection(self, event: SelectionEvent) -> None:
-        self.selections.append(event)
-
-    def on_recall(self, event: RecallEvent) -> None:
-        self.recalls.append(event)
+    def on(self, event: Any) -> None:
+        vars(self)[KEPT[type(event)]].append(event)
 
     @contextmanager
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> Iterator[None]:

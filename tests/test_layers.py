@@ -40,7 +40,7 @@ TRACES = (
     {"replay", "results"},
     {"figures", "report"},
     {"views", "summary"},
-    {"health", "export", "read", "importing"},
+    {"health", "export", "importing"},
     {"model", "record"},
     {"schema", "overlap"},
 )
@@ -61,7 +61,7 @@ ONLY_IN = {
     "pyarrow": ("traces/",),
     "duckdb": ("traces/",),
     "nvtx": ("traces/",),
-    "pydantic": ("traces/", "sfi_core/hosts/vllm/", "sfi_core/policies/head_clusters.py"),
+    "pydantic": ("traces/", "sfi_core/hosts/vllm/", "sfi_core/policies/built_in/synckv.py"),
     "matplotlib": ("traces/",),
     "plotly": ("traces/",),
     "optuna": ("traces/",),

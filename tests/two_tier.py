@@ -1,4 +1,4 @@
-"""A two-tier store and, beside it, plain tensors of what it was given."""
+"""A store, by default of two tiers, and, beside it, plain tensors of what it was given."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +18,23 @@ SIDES = {"in order": SideStream, "lazy": Lazy, "random": lambda: AnyTime(3)}
 class Written:
     """A store and, beside it, plain tensors of what was appended to each request."""
 
-    def __init__(self, side: Any = None, resident: Sequence[int] = (), **options: Any) -> None:
+    def __init__(
+        self,
+        side: Any = None,
+        resident: Sequence[int] = (),
+        store: Any = None,
+        dtype: Any = torch.float32,
+        **options: Any,
+    ) -> None:
         options = {"page_size": N, "ring_pages": RING, **options}
         heads = None if not resident else lambda layer, heads: resident
-        self.store: Any = TwoTierStore(B, CAPACITY, side=side, resident=heads, **options)
-        self.keys = [torch.empty(H, 0, D) for _ in range(B)]
-        self.values = [torch.empty(H, 0, E) for _ in range(B)]
+        self.store = store or TwoTierStore(B, CAPACITY, side=side, resident=heads, **options)
+        self.keys = [torch.empty(H, 0, D, dtype=dtype) for _ in range(B)]
+        self.values = [torch.empty(H, 0, E, dtype=dtype) for _ in range(B)]
 
     def append(self, *count: int, into: Sequence[Any] = (), layer: int = 0) -> None:
         """Append `count[b]` tokens to request b of the store and of others, left-padded with NaN."""
-        key = torch.full((B, H, max(count), D), torch.nan)
-        value = torch.full((B, H, max(count), E), torch.nan)
+        key, value = (torch.full((B, H, max(count), X), torch.nan, dtype=self.keys[0].dtype) for X in (D, E))
         start = [rows.shape[1] for rows in self.keys]
         for row, new in enumerate(count):
             own = slice(max(count) - new, None)
@@ -38,17 +44,16 @@ class Written:
         for store in (self.store, *into):
             store.append(layer, key, value, int32(start), int32(count), start, count)
 
-    def assert_found(self, store: Any = None) -> None:
+    def assert_found(self, layer: int = 0) -> None:
         """Read every token by every way there is, and compare."""
-        store = store or self.store
         for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             for head in (None, *range(H)):
                 heads = slice(None) if head is None else slice(head, head + 1)
-                found = joined(store.blocks(0, row, key.shape[1], head))
+                found = joined(self.store.blocks(layer, row, key.shape[1], head))
                 assert torch.equal(found[0], key[heads])
                 assert torch.equal(found[1], value[heads])
-            norms = store.norms(0, [row], key.shape[1])[0]
-            torch.testing.assert_close(norms.double(), key.double().norm(dim=-1))
+            norms = self.store.norms(layer, [row], key.shape[1])[0]
+            torch.testing.assert_close(norms.double(), key.double().norm(dim=-1), rtol=1e-6, atol=0)
 
 
 def joined(blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.measure.bench.architectures import random_config, random_model
 from sfi_core.measure.bench.bench import release
-from sfi_core.measure.bench.prompts import Prompts, stream
+from sfi_core.measure.bench.runs import Prompts
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, percentile
 from sfi_core.settings.config import SfiConfig
@@ -85,21 +85,20 @@ def steps(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: b
     one, device = model(plan), plan.device
     release(device)  # the pages of the last run, now that nothing holds them
     vocabulary = one.config.vocab_size
-    given = stream(settings, batch, vocabulary)
     prompts = Prompts.of(settings, Point(plan.context, batch), vocabulary, device)
     assert prompts.made_up is not None, "nothing is read"
     with (
         torch.inference_mode(),
         kept_graphs(plan) as kept,
         main_stream(device, overlap=engine.overlap),
-        slow_fast(one, None, given.config, engine=engine) as session,
+        slow_fast(one, None, settings.run_config, engine=engine) as session,
     ):
         decoder = Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(plan.context), shared=prompts.made_up.shared(session),
         )  # fmt: skip
         sampler = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.replays.ahead if ahead else None)
-        yield Steps(decoder, sampler, given.token_SB), kept
+        yield Steps(decoder, sampler, prompts.token_SB), kept
 
 
 def replayed(journal: Journal, plan: Plan) -> None:

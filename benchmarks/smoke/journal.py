@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.smoke.plan import Plan
 from sfi_core.machine.files import atomic_file
-from sfi_core.measure.kernel_bench.result import reason
+from sfi_core.measure.kernel_bench.gates import reason
 
 HANGS, FRAMES, INTERRUPTED = 100, 8, 130  # seconds of a stage, frames of a traceback, exit code
 Stage = tuple[str, Callable[["Journal", Plan], None]]

@@ -15,7 +15,7 @@ from sfi_core.measure.kernel_bench.attention_cases import sdpa_backend
 from sfi_core.measure.kernel_bench.data import LayerData
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from sfi_core.measure.kernel_bench.timing import clock_for
-from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.attention_tile import QueryTile
 from sfi_kernels.dense_attention.triton import dense_attention
 
 ROUNDINGS = 64  # of the largest number, that two attentions may differ by

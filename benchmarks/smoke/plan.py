@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from sfi_core.measure.bench.architectures import QWEN3
-from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.attention_tile import QueryTile
 
 SMALL_QWEN3 = {
     **QWEN3, "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 7,

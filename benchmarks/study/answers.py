@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.study.listed import FULL
 from benchmarks.study.markdown import table
-from sfi_core.measure.evaluation.statistics import wilson
+from sfi_traces.results import wilson
 
 Row = Mapping[str, Any]
 ABLE = 0.6  # the least mean score of full attention at which a task says something of a method

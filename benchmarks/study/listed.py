@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.grid import Method, at_sizes
 from sfi_core.triggers.trigger import resolve_triggers
 
 METHODS = Path(__file__).parent / "methods.toml"

@@ -6,7 +6,7 @@ lead of an answer ends some tokens before what is asked for.
 
 from dataclasses import dataclass
 
-from sfi_core.bundled.corpus import NAMES, PLACES
+from sfi_core.bundled.example import NAMES, PLACES
 from sfi_core.measure.evaluation.questions import DocumentTask, Question, depths, seeded
 from sfi_core.measure.evaluation.tasks import filler, hide, take
 

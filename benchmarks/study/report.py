@@ -19,7 +19,7 @@ from benchmarks.study.records import Key, Records
 from benchmarks.study.stability import StabilityPart
 from benchmarks.study.tasks import TasksPart
 from benchmarks.study.texts import KINDS
-from sfi_core.measure.evaluation.method import Method
+from sfi_core.measure.evaluation.grid import Method
 
 DOCS = Path(__file__).parents[2] / "docs" / "evidence"
 MADE = "Made by `python benchmarks/study.py report`."

@@ -1,7 +1,7 @@
 """Part `stability`: whether supports keep within a sentence and move at its end (SFI, Figures 1 and 2)."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from benchmarks.study.sentences import statistics
 from benchmarks.study.supports import Recorder, Shared, audit_for
 from benchmarks.study.texts import Place, window
 from sfi_core.generation.generate import generate
-from sfi_core.measure.evaluation.fidelity import Window, sentence_positions
+from sfi_core.measure.evaluation.fidelity import Window
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger import resolve_triggers
@@ -69,3 +69,13 @@ class StabilityPart(Part):
             self.model, self.tokenizer, [prompt], max_new_tokens=self.options.tokens, stop_token_ids=(), **observed
         )
         return seen, replace(given, ids=(*prompt, *result.report.requests[0].token_ids))
+
+
+def sentence_positions(window: Window, ends: Collection[int]) -> list[int]:
+    """Return for each step the tokens since the last one among `ends`, in the prompt or decoded."""
+    last, steps_since = 0, []
+    for place, token in enumerate(window.ids[:-1]):
+        last = place if token in ends else last
+        if place >= window.prompt_tokens - 1:
+            steps_since.append(place - last)
+    return steps_since

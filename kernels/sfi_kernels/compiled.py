@@ -1,4 +1,4 @@
-"""Functions that numba compiles for a CPU: whether it can here, and who hears of a compilation and its time.
+"""Functions that numba compiles for a CPU: whether it can here, what they take, and who hears of a compilation.
 
 numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+import numpy as np
 import torch
 
 # sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
@@ -27,6 +28,9 @@ UNREADABLE = (OSError, EOFError, UnpicklingError)
 
 CORES = os.cpu_count() or 1
 WORTH = 100  # microseconds of work that another thread pays for
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `loops` numbers them
+NO_FLOATS, NO_HALVES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
+NO_PAGES = NO_FLOATS, NO_FLOATS, NO_HALVES, NO_HALVES
 
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
 
@@ -73,22 +77,16 @@ def unusable() -> str:
 def entry(function: Callable[..., None]) -> Any:
     """Compile a function at its first call, and keep its code on disk where that can be written and read."""
     import numba  # noqa: PLC0415
-    from numba.core.caching import FunctionCache  # noqa: PLC0415
 
-    compiled = numba.njit(**OPTIONS)(function)
-    with suppress(RuntimeError):  # no folder can be written
-        compiled._cache = _kept(FunctionCache, function)  # noqa: SLF001
-    return compiled
+    return _kept(numba.njit(**OPTIONS)(function), function)
 
 
 def by_address(function: Callable[[int], None]) -> Any:
-    """Compile a function when its `address` is first asked for; `loops.calls.call` calls it there.
+    """Compile a function when its `address` is first asked for; `loops.views.call` calls it there.
 
-    It takes the address of its arguments, int64 numbers. numba compiles all that a function calls into it, again for
-    each that calls it; not so what it calls by address.
+    It takes the address of its arguments, int64. What a function calls otherwise, numba compiles anew for each caller.
     """
     from numba.core import event, types  # noqa: PLC0415
-    from numba.core.caching import FunctionCache  # noqa: PLC0415
     from numba.core.ccallback import CFunc  # noqa: PLC0415
 
     class Callee(CFunc):
@@ -102,18 +100,32 @@ def by_address(function: Callable[[int], None]) -> Any:
             with event.trigger_event("numba:compile", data={}):
                 return vars(CFunc)["_compile_uncached"](self)
 
-    callee: Any = Callee(function, ((types.int64,), types.void), {}, {**OPTIONS})
-    with suppress(RuntimeError):
-        callee._cache = _kept(FunctionCache, function)  # noqa: SLF001
-    return callee
+    return _kept(Callee(function, ((types.int64,), types.void), {}, {**OPTIONS}), function)
 
 
-def _kept(base: type[Any], function: Callable[..., None]) -> Any:
-    # `cache=True` sets numba's own, which ends the run where the folder is full, locked or damaged, and which sees
-    # changes of the function's own file alone
-    files = _optional(base)(function)
-    files._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
-    return files
+def _kept(compiled: Any, function: Callable[..., None]) -> Any:
+    # keep code on disk. `cache=True` sets numba's own files, which end the run where the folder is full, locked or
+    # damaged, and which see changes of the function's own file alone
+    from numba.core.caching import FunctionCache  # noqa: PLC0415
+
+    class Files(FunctionCache):  # type: ignore[misc]
+        def load_overload(self, *names: Any) -> Any:
+            try:
+                return super().load_overload(*names)
+            except UNREADABLE:
+                return None
+
+        def save_overload(self, *code: Any) -> None:
+            try:
+                super().save_overload(*code)
+            except UNREADABLE:
+                with suppress(OSError):
+                    self.flush()  # its index may name a file of older code
+
+    with suppress(RuntimeError):  # no folder can be written
+        compiled._cache = Files(function)  # noqa: SLF001
+        compiled._cache._cache_file._source_stamp = _source_stamp()  # noqa: SLF001
+    return compiled
 
 
 @cache
@@ -155,36 +167,18 @@ def telling(heard: Callable[[], None]) -> Iterator[None]:
         _heard.reset(token)
 
 
-def _optional(base: type[Any]) -> type[Any]:
-    def load(cache: Any, *names: Any) -> Any:
-        try:
-            return base.load_overload(cache, *names)
-        except UNREADABLE:
-            return None
-
-    def save(cache: Any, *code: Any) -> None:
-        try:
-            base.save_overload(cache, *code)
-        except UNREADABLE:
-            with suppress(OSError):
-                cache.flush()  # its index may name a file of older code
-
-    return type(base.__name__, (base,), {"load_overload": load, "save_overload": save})
-
-
 def _listener(base: type[Any]) -> Any:
     # numba compiles in one thread at a time; what a function calls is compiled within it
-    announced: list[bool] = []
-    depth = 0
+    announced, depth = False, 0
 
     def on_start(*_: Any) -> None:
-        nonlocal depth
+        nonlocal announced, depth
         depth += 1
         if depth == 1:
             _Pause.value = time.perf_counter(), compiling_seconds()
         heard = _heard.get()
         if heard is not None and not announced:
-            announced.append(True)
+            announced = True
             heard()
 
     def on_end(*_: Any) -> None:
@@ -195,3 +189,40 @@ def _listener(base: type[Any]) -> Any:
             _Pause.value = None, before + time.perf_counter() - since
 
     return type("Listener", (base,), {"on_start": on_start, "on_end": on_end})()
+
+
+def plain(tensor: torch.Tensor) -> Any:
+    """Return a tensor as a contiguous float32 array, without a copy where it lies so."""
+    if tensor.dtype is not torch.float32 or tensor.requires_grad or not tensor.is_contiguous():
+        tensor = tensor.detach().float().contiguous()
+    return tensor.numpy()
+
+
+def fastest(backend: str, device: torch.device, *pages: torch.Tensor) -> str:
+    """Return "numba" in place of "torch" on a CPU where numba compiles and its loops read `pages`; else `backend`."""
+    compiles = backend == "torch" and device.type == "cpu" and not why_not()
+    return "numba" if compiles and readable(*pages) else backend
+
+
+def readable(*pages: torch.Tensor) -> bool:
+    """Say whether the loops read pages [P, H, N, D] as they lie: rows of a multiple of 8 numbers."""
+    return all(
+        page.device.type == "cpu" and page.dtype in KINDS and page.is_contiguous() and page.shape[-1] % 8 == 0
+        for page in pages
+    )
+
+
+def check_readable(*pages: torch.Tensor) -> None:
+    """Raise `ValueError` unless pages are `readable`."""
+    if not readable(*pages):
+        raise ValueError(
+            "pages must be contiguous, on the CPU, of a multiple of 8 numbers a row, and float32, bfloat16 or float16"
+        )
+
+
+def pages_of(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> tuple[Any, ...]:
+    """Return `readable` pages as rows of keys and of values: of float32, then of uint16; two of the four are empty."""
+    key_XD, value_XE = (pages.detach().view(-1, pages.shape[3]) for pages in (key_PHND, value_PHNE))
+    if key_XD.dtype == torch.float32:
+        return key_XD.numpy(), value_XE.numpy(), NO_HALVES, NO_HALVES
+    return NO_FLOATS, NO_FLOATS, key_XD.view(torch.uint16).numpy(), value_XE.view(torch.uint16).numpy()

@@ -60,9 +60,8 @@ def launch(
 ) -> None:
     """Launch a `triton.jit` kernel on its first tensor's device, or record the launch inside `recording`.
 
-    `arguments` are all but the constexprs, which are `constants`. `num_stages` is the depth of the software pipeline.
-    `max_registers` limits a thread; None leaves the limit to the compiler. With `contracts=0` a product and a sum stay
-    two instructions, each of which rounds. Raise `KernelLimitError` as `check_device` does.
+    `arguments` are all but the constexprs, which are `constants`. `max_registers` limits a thread; None leaves that to
+    the compiler. With `contracts=0` a product and a sum stay two instructions, each of which rounds.
     """
     options = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None:
@@ -87,8 +86,7 @@ def launch(
 
 def name_of(kernel: Any) -> str:
     """Return a kernel's name without `_` and `_kernel`."""
-    name: str = kernel.__name__
-    return name.strip("_").removesuffix("_kernel")
+    return str(kernel.__name__).strip("_").removesuffix("_kernel")
 
 
 def check_device(device: torch.device, *dtypes: torch.dtype) -> None:

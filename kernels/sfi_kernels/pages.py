@@ -39,50 +39,18 @@ def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int,
 def wide_chunks(
     pages_PHND: torch.Tensor, block_table_P: torch.Tensor, length: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Read a request's first `length` positions in float32, chunk by chunk.
+    """Read a request's first `length` positions in float32, chunk by chunk: each as a slice, and its rows, [H, n, D].
 
-    `pages_PHND` may have any strides; the chunks keep their memory order. `block_table_P` is on the host.
-
-    Yields:
-        The positions as a slice, and C pages of n tokens that hold them, [C, H, n, D]: a view where pages are
-        float32 and adjacent, else one buffer that each chunk overwrites.
+    A chunk lies in one page, and is a view of it where pages are float32. A request without positions has an empty one.
     """
     _, H, N, D = pages_PHND.shape
-    as_it_lies = pages_PHND.dtype == torch.float32
-    tokens = max(N if as_it_lies else 1, WIDE // (H * D))
-    whole, rest = divmod(length, N)
-    most, pages = max(1, tokens // N), block_table_P[: whole + 1].tolist()
-    spans = [(first, min(first + most, whole), N) for first in range(0, whole, most)]
-    if rest or not spans:
-        spans.append((whole, whole + 1, rest))
-    buffer = None
-    for first, stop, used in spans:
-        chunk = pages[first:stop]
-        neighbors = chunk == list(range(chunk[0], chunk[0] + len(chunk)))
-        for low in range(0, max(1, used), tokens):  # an empty piece of no tokens
-            high = min(low + tokens, used)
-            span = slice(first * N + low, (stop - 1) * N + high)
-            rows_PHnD = pages_PHND[:, :, low:high]
-            if neighbors and as_it_lies:
-                yield span, rows_PHnD[chunk[0] : chunk[-1] + 1]
-                continue
-            if buffer is None:
-                buffer = _buffer_like(pages_PHND, min(most, max(1, whole)), min(tokens, N, length))
-            wide = buffer[: len(chunk), :, : high - low]
-            if neighbors:
-                wide.copy_(rows_PHnD[chunk[0] : chunk[-1] + 1])
-            else:
-                for place, page in enumerate(chunk):
-                    wide[place].copy_(rows_PHnD[page])
-            yield span, wide
-
-
-def _buffer_like(pages_PHND: torch.Tensor, pages: int, tokens: int) -> torch.Tensor:
-    # [pages, H, tokens, D] float32, whose memory is in the order of the pages': keys may lie [D, tokens]
-    _, H, _, D = pages_PHND.shape
-    if pages_PHND.stride(3) == 1:
-        return pages_PHND.new_empty(pages, H, tokens, D, dtype=torch.float32)
-    return pages_PHND.new_empty(pages, H, D, tokens, dtype=torch.float32).mT
+    most = N if pages_PHND.dtype == torch.float32 else max(1, WIDE // (H * D))
+    pages, start = block_table_P[: max(0, length - 1) // N + 1].tolist(), 0
+    while start < max(1, length):
+        slot, offset = divmod(start, N)
+        count = min(length - start, most, N - offset)
+        yield slice(start, start + count), pages_PHND[pages[slot], :, offset : offset + count].float()
+        start += max(1, count)
 
 
 def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
@@ -99,10 +67,9 @@ def flat_rows(pages_PHND: torch.Tensor) -> tuple[torch.Tensor, Steps]:
 
 
 def row_numbers(position_RHS: torch.Tensor, table_RP: torch.Tensor, N: int, steps: Steps) -> torch.Tensor:
-    """Return the rows of `flat_rows` that hold the positions of R requests, [R, H * S].
+    """Return the rows of `flat_rows`, whose `steps` these are, that hold R requests' positions, [R, H * S].
 
-    A negative position counts as 0. `table_RP` are page numbers, `N` the tokens of a page, `steps` those of
-    `flat_rows`.
+    A negative position counts as 0; `N` are the tokens of a page.
     """
     R, H, S = position_RHS.shape
     token = position_RHS.clamp_min(0).long()

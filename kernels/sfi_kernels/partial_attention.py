@@ -5,14 +5,44 @@ or for single KV heads of a cache.
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
+
+from sfi_kernels.op import check_shapes
 
 BLOCK_ELEMENTS = 1 << 24  # logits held at once by the explicit path
 
 # first position, keys [B, H, N, D], values [B, H, N, E]
 Block = tuple[int, torch.Tensor, torch.Tensor]
 Part = tuple[torch.Tensor, torch.Tensor]  # what `partial_attention` returns
+
+
+class PseudoToken(NamedTuple):
+    """The pseudo tokens of a step, float32: each is a term of a softmax that stands for all keys that are not read.
+
+    `logit_BHG` is after scale and soft cap, -inf for no pseudo token; it may come in X parts, [B, H, G, X],
+    whose log-sum-exp it is. `value_BHE` is finite for a fast request, anything for another.
+    """
+
+    logit_BHG: torch.Tensor
+    value_BHE: torch.Tensor
+
+    def part(self) -> Part:
+        """Return output and log-sum-exp, as `partial_attention` returns a segment's."""
+        B, H, G = self.logit_BHG.shape[:3]
+        logit_BHGX = self.logit_BHG.reshape(B, H, G, -1)
+        return self.value_BHE[:, :, None, None].expand(B, H, G, 1, -1), logit_BHGX.logsumexp(-1, keepdim=True)
+
+    def of(self, rows: slice) -> "PseudoToken":
+        """Return the pseudo tokens of some requests."""
+        return PseudoToken(self.logit_BHG[rows], self.value_BHE[rows])
+
+    def check(self, query_BHGD: torch.Tensor, width: int) -> None:
+        """Raise `ValueError` unless the pseudo tokens fit the queries and the values' width."""
+        B, H, G, _ = query_BHGD.shape
+        parts = "X"[: self.logit_BHG.dim() - 3]
+        check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *self, B=B, H=H, G=G, E=width)
 
 
 def partial_attention(
@@ -27,26 +57,12 @@ def partial_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to one segment of keys.
 
-    Args:
-        query_BHGWD: Queries, grouped by KV head.
-        key_BHTD: The segment's keys.
-        value_BHTE: Its values; E may differ from D.
-        scale: Factor on the products.
-        soft_cap: c of c * tanh(logit / c); None for none.
-        causal: Query w sees keys 0 to w only; then W = T, and `visible_BHGWT` is None.
-        visible_BHGWT: Which keys a query sees, broadcastable; None for all.
-
-    Returns:
-        out, [B, H, G, W, E] float32, and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf
-            for a query without keys.
+    `soft_cap` is c of c * tanh(logit / c). If `causal`, query w sees keys 0 to w only, W = T, and `visible_BHGWT` is
+    None; otherwise this says which keys a query sees, broadcastable, None for all. Return out, [B, H, G, W, E] float32,
+    and the log-sum-exp of the logits, [B, H, G, W] float32; zeros and -inf for a query without keys.
     """
-    fused = (
-        query_BHGWD.device.type == "cpu"
-        and soft_cap is None
-        and visible_BHGWT is None
-        and key_BHTD.shape[-1] == value_BHTE.shape[-1]
-    )
-    if fused:
+    plain = soft_cap is None and visible_BHGWT is None and key_BHTD.shape[-1] == value_BHTE.shape[-1]
+    if plain and query_BHGWD.device.type == "cpu":
         return _fused(query_BHGWD, key_BHTD, value_BHTE, scale, causal)
     if causal:
         W = query_BHGWD.shape[3]
@@ -55,12 +71,9 @@ def partial_attention(
 
 
 def combine(parts: list[Part], sink_HG: torch.Tensor | None = None) -> torch.Tensor:
-    """Join the segments of one softmax; `parts` are `partial_attention`'s results for disjoint segments.
+    """Join `partial_attention`'s results for disjoint segments to one softmax, [B, H, G, W, E] float32.
 
     `sink_HG` are learned logits that take part in the softmax without a value (gpt-oss).
-
-    Returns:
-        out, [B, H, G, W, E] float32; zeros for a query without keys.
     """
     if len(parts) == 1 and sink_HG is None:
         return parts[0][0]
@@ -77,9 +90,7 @@ def combine(parts: list[Part], sink_HG: torch.Tensor | None = None) -> torch.Ten
     return sum((w * part[0] for w, part in zip(weight, parts, strict=True)), torch.zeros(()))
 
 
-def _fused(
-    query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused(query_BHGWD: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool) -> Part:
     # PyTorch's CPU flash attention itself: `scaled_dot_product_attention` drops the log-sum-exp. Without a
     # word it gives something else for a last stride that is not 1, as keys have that lie [D, T] in memory.
     query_BHGWD, key, value = (
@@ -133,11 +144,8 @@ def streamed_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Attend causally to every position; the W queries are the last of the request's `length` tokens.
 
-    `blocks` hold the keys and values of positions 0 to `length` - 1, in order, without gaps. Other arguments
-    as in `dense_attention`.
-
-    Returns:
-        out, [1, H, G, W, E], in the query's dtype.
+    `blocks` hold the keys and values of positions 0 to `length` - 1, in order, without gaps. Other arguments and the
+    result are as in `dense_attention`.
     """
     W, joined = query_1HGWD.shape[3], None
     for seen, causal, key, value in _pieces(blocks, length - W, W):
@@ -152,11 +160,7 @@ def streamed_attention_with_logits(
     query_1HG1D: torch.Tensor, blocks: Iterable[Block], *, scale: float,
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attend as `streamed_attention` does with one query, and return the logits.
-
-    Returns:
-        out, [1, H, G, 1, E], and the logits, [1, H, G, 1, T] float32.
-    """
+    """Attend as `streamed_attention` does with one query, and return the logits too, [1, H, G, 1, T] float32."""
     parts, logits = [], []
     for _, key, value in blocks:
         block_logits = _logits(query_1HG1D, key, scale, soft_cap)

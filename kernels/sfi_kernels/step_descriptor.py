@@ -8,15 +8,11 @@
 
 Lists, table and work begin at multiples of 16 bytes, so that a kernel is compiled once for all batch sizes.
 
-A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and
-starts at 0, so that attention ignores the mode. A unit is 64 tokens of either. A request that reads its
-prompt has no work here: the prompt's own kernel attends for it.
-
-In a mixed request some KV heads read everything and others read sparsely. START and PACKED describe the heads
-that read everything, so that the plan has work for them; a sparse head reads its own packed rows, then the
-pages from the position in MIXED on.
-
-A slow request that verifies a draft decodes several new tokens; each sees the tokens up to its own.
+A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and starts at
+0, so that attention ignores the mode. A unit is 64 tokens of either. A request that reads its prompt has no work here:
+the prompt's own kernel attends for it. In a mixed request some KV heads read everything and others read sparsely. START
+and PACKED describe the heads that read everything, so that the plan has work for them; a sparse head reads its own
+packed rows, then the pages from the position in MIXED on.
 """
 
 from collections.abc import Sequence
@@ -59,10 +55,9 @@ class NewRows(NamedTuple):
 class StepDescriptor:
     """One pass over the batch, in an int32 `buffer`.
 
-    `slow` and `fast` are the rows of the decoding requests with and without g_t = 1, `mixed` those of the
-    mixed ones, all in order; `mixed` is None where only the device knows, as in a CUDA graph. `longest` are
-    the cached tokens of the longest slow request, or a bound, 0 without one; `padding` the rows of -1 behind
-    the slow requests' lists; `queries` the most of a decoding request. `new` are rows of a layer that
+    `slow`, `fast` and `mixed` are rows of requests, in order; `mixed` is None where only the device knows, as in a CUDA
+    graph. `longest` are the cached tokens of the longest slow request, or a bound, 0 without one; `padding` the rows of
+    -1 behind the slow requests' lists; `queries` the most of a decoding request. `new` are rows of a layer that
     `code_scan` or `code_tokens` appends to the pages, None where they are there.
     """
 
@@ -129,10 +124,9 @@ class StepRequest:
     """One request of a pass, in plain numbers.
 
     `mode` is IDLE, PROMPT, FAST or SLOW. `length` are the cached tokens, of which `count` are new: a decoding request's
-    queries, more than one only in a slow request that is not mixed. `recent_start` is the first token of the recent
-    segment; `packed` are at least as many tokens as any KV head has packed. In a `mixed` request that decodes some KV
-    heads read everything although others read sparsely. These read pages from `sparse_start` on, None for
-    `recent_start`: on a slow step their packed segment is still the last one, while J has grown.
+    queries. `recent_start` is the first token of the recent segment; `packed` are at least as many tokens as any KV
+    head has packed. The sparse heads of a `mixed` request read pages from `sparse_start` on, None for `recent_start`:
+    on a slow step their packed segment is still the last one, while J has grown.
     """
 
     mode: int
@@ -154,22 +148,15 @@ class StepRequest:
         """Whether the decoding kernel attends for the request."""
         return self.mode in (FAST, SLOW)
 
-    def check(self) -> None:
-        """Raise `ValueError` for a number of queries that the decoding kernel does not take."""
-        most = self.length if self.mode == SLOW and not self.mixed else 1
-        if self.decodes and not 1 <= self.count <= most:
-            rule = "at most its length in a slow request, and 1 in a fast or mixed one"
-            raise ValueError(f"count must be {rule}, got {self.count} of {self.length} cached tokens")
-
 
 def describe_step(
     requests: Sequence[StepRequest], work_items: int, device: torch.device, into: torch.Tensor | None = None
 ) -> StepDescriptor:
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 
-    `work_items` comes from `split_plan.work_items`, 0 for a pass that decodes nothing. `into` is the buffer
-    of an earlier descriptor of as many requests and work items; None makes one. Raise `ValueError` for a
-    decoding request without a query, or with more than its kind may have.
+    `work_items` comes from `decode_attention.work_items`, 0 for a pass that decodes nothing. `into` is the buffer of an
+    earlier descriptor of as many requests and work items; None makes one. Raise `ValueError` for a decoding request
+    without a query, or with more than its kind may have.
     """
     slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
     slow_requests = [requests[row] for row in slow]
@@ -185,7 +172,6 @@ def describe_step(
     room = list_room(len(requests))
     numbers = [number for part in lists for number in [*part, *[-1] * (room - len(part))]]
     for row, request in enumerate(requests):
-        request.check()
         numbers += _words(request, slow.index(row) if request.mode == SLOW else -1)
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
@@ -196,14 +182,17 @@ def describe_step(
 
 
 def _words(request: StepRequest, evidence: int) -> list[int]:
+    most = request.length if request.mode == SLOW and not request.mixed else 1
+    if request.decodes and not 1 <= request.count <= most:
+        rule = "at most its length in a slow request, and 1 in a fast or mixed one"
+        raise ValueError(f"count must be {rule}, got {request.count} of {request.length} cached tokens")
     words = [0] * WORDS
     words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
     words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
     words[EVIDENCE], words[QUERIES] = evidence, request.count if request.decodes else 0
     if request.has_mixed_heads:
-        start = request.recent_start if request.sparse_start is None else request.sparse_start
-        words[MIXED] = 1 + start
-    if request.mode != SLOW and not request.has_mixed_heads:
+        words[MIXED] = 1 + (request.recent_start if request.sparse_start is None else request.sparse_start)
+    elif request.mode != SLOW:
         words[START], words[PACKED] = request.recent_start, request.packed
     return words
 
@@ -218,19 +207,3 @@ def sent(tensor: torch.Tensor, device: torch.device, into: torch.Tensor | None =
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True) if into is None else into.copy_(tensor, True)
-
-
-def uniform_step(
-    mode: int, length_B: torch.Tensor, start_B: torch.Tensor, packed: int, work_items: int
-) -> StepDescriptor:
-    """Write a descriptor of one mode, one query a request and no evidence, from device tensors.
-
-    `mode` is FAST or SLOW, `start_B` the first token read from the pages, `packed` the most tokens of a packed segment.
-    """
-    B = length_B.shape[0]
-    buffer = length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items)
-    descriptor = StepDescriptor(buffer, B, (), (), 0)
-    table = descriptor.table_BX
-    table[:, MODE], table[:, PACKED], table[:, EVIDENCE] = mode, packed, -1
-    table[:, LENGTH], table[:, START], table[:, QUERIES] = length_B, start_B, 1
-    return descriptor

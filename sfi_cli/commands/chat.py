@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import Given, given
-from sfi_cli.settings.tables import TraceTable
+from sfi_cli.settings import Given, TraceTable, given
 from sfi_cli.terminal.output import Output
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.files import read_file, write_atomically
@@ -64,7 +63,7 @@ def chat(
 
       sfi chat -f report.txt --model Qwen/Qwen3-0.6B --prompt-cache report
     """
-    from sfi_cli.loading import Subject
+    from sfi_cli.options import Subject
     from sfi_cli.parsing import read_text
     from sfi_cli.terminal.progress import Progress
 
@@ -85,7 +84,7 @@ def chat(
 
         folder = PromptFolder(prompt_cache, output.say)
         subject.check()
-        loaded, tokenizer = subject.loaded(quiet=True)
+        loaded, tokenizer = subject.loaded()
     conversation = Chat(
         loaded, tokenizer, settings, document, folder, output, policy=policy, limit=max_new_tokens, seed=seed,
         engine=settings.table(EngineOptions),

@@ -1,14 +1,12 @@
 """`sfi config list` and `show`: every setting with its type, default, range, meaning and effective value."""
 
-from collections.abc import Mapping
 from itertools import groupby
 from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.settings.given import effective_settings, lookup, written
-from sfi_cli.settings.tables import SETTINGS, places
+from sfi_cli.settings import SETTINGS, effective_settings, places, written
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import toml_lines
@@ -41,10 +39,7 @@ def list_settings(
 
 
 @app.command("show")
-def show_setting(
-    name: Annotated[
-        str | None, typer.Argument(help="The setting: t_max, selector.alpha.", show_default="all of them")
-    ] = None,
+def show_settings(
     preset: o.Preset = None,
     config: o.Config = None,
     sets: Annotated[list[str] | None, o.sets()] = None,
@@ -52,37 +47,25 @@ def show_setting(
 ) -> None:
     """Show what a preset, a file and --set make of all settings, as TOML with the origin of each.
 
-    Of one setting: its meaning, default and range, its value, and the commands on which it has an effect.
-
     For example:
 
       sfi config show --preset paper --config tuned.toml --set budget=128
-
-      sfi config show selector.alpha
     """
     from sfi_cli.terminal.output import Output
 
     output, values = Output(json=json), effective_settings(preset, config, sets)
-    if name is None and json:
-        rows = [{"name": full, "value": value, "origin": origin} for full, (value, origin) in values.items()]
+    if json:
+        rows = [{"name": name, "value": value, "origin": origin} for name, (value, origin) in values.items()]
         output.document({"settings": rows})
         return
-    if name is None:
-        output.text(_toml(values))
-        return
-    (row,) = (row for row in _rows("") if row["name"] == lookup(name, SETTINGS).name)
-    value, origin = values[row["name"]]
-    output.data(row | {"value": value, "origin": origin}, _facts)
-
-
-def _toml(values: Mapping[str, tuple[Any, str]]) -> str:
-    # a table's lines together; those outside of tables come first
-    texts = []
+    texts = []  # a table's lines together; those outside of tables come first
     for table, members in groupby(values, lambda name: name.rpartition(".")[0]):
-        rows = {name.rpartition(".")[2]: values[name] for name in members}
-        lines = toml_lines({n: value for n, (value, _) in rows.items()}, {n: origin for n, (_, origin) in rows.items()})
-        texts.append(f"[{table}]\n{lines}" if table else lines)
-    return "\n".join(texts)
+        text = f"[{table}]\n" if table else ""
+        for full in members:
+            (value, origin), name = values[full], full.rpartition(".")[2]
+            text += f"{toml_lines({name: value}).strip() or f'# {name} = none'}  # {origin}\n"
+        texts.append(text)
+    output.text("\n".join(texts))
 
 
 def _rows(prefix: str) -> list[dict[str, Any]]:
@@ -106,10 +89,9 @@ def _overview(document: Row) -> list[Part]:
     for row in document["settings"]:
         table, _, name = row["name"].rpartition(".")
         names.setdefault(table or TOP, []).append(name)
-    more = "sfi config list TABLE shows one with defaults and meanings, sfi config show NAME a setting"
-    return [
-        Table("", (), [*((table, " ".join(members)) for table, members in names.items()), ("", ""), ("more", more)])
-    ]
+    rows = [(table, " ".join(members)) for table, members in names.items()]
+    more = "sfi config list TABLE, or the beginning of a name, has defaults and meanings"
+    return [Table("", (), [*rows, ("", ""), ("more", more)])]
 
 
 def _table(document: Row) -> list[Part]:
@@ -120,20 +102,6 @@ def _table(document: Row) -> list[Part]:
         "meaning": (str, "meaning"),
     }
     return [Table.of("", columns, document["settings"], left=4, spare=("range",))]
-
-
-def _facts(row: Row) -> list[Part]:
-    table, _, name = row["name"].rpartition(".")
-    facts = {
-        row["name"]: row["meaning"],
-        "default": written(row["default"]),
-        **({} if row["origin"] == "default" else {row["origin"]: written(row["value"])}),
-        "value": ", ".join(filter(None, [row["type"], row["range"]])),
-        "on a line": f"--set {row['name']}=VALUE",
-        "in a file": f"[{table}] {name} = VALUE" if table else f"{name} = VALUE",
-        "acts on": ", ".join(f"sfi {command}" for command in row["commands"]),
-    }
-    return [Table("", (), [*facts.items()])]
 
 
 def _limits(row: Row) -> str:

@@ -10,20 +10,13 @@ from sfi_cli import options as o
 from sfi_cli.terminal.output import Output, leave_interrupted, message
 from sfi_cli.terminal.tables import Part, noted
 from sfi_core.errors import ConfigError, unknown
-from sfi_traces.views.table import Columns, Row, Table, number, percent, ratio, written
+from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, OPS, TABLE_1, KernelSettings
+from sfi_traces.views.table import Columns, Table, duration, number, percent, ratio, written
 
 SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
 THIS = "this GPU's; sm_90 without one"
-# copies of the defaults of KernelSettings, which imports torch; a test compares the two
-SHOWN = {
-    "context": "16384",
-    "batch": "16",
-    "heads": "32",
-    "kv_heads": "8",
-    "head_dim": "128",
-    "retentions": "0.125",
-    "ops": "fast,dense,verify,mixed_heads,selector,top_k,pack,recall,append,codescan,prompt,rms_norm,rotary,silu_mul",
-}
+DEFAULTS = KernelSettings()
+RETENTION = ",".join(map(str, DEFAULTS.retentions))
 _measure = partial(o.option, MEASURE)
 _compile = partial(o.option, COMPILE)
 _out = partial(o.option, o.OUTPUT)
@@ -31,8 +24,8 @@ FORMATS = (".json",)
 
 
 def _shape(name: str, text: str) -> Any:
-    on_cpu = {"context": "; on a CPU 4096", "batch": "; on a CPU 1"}
-    return o.option(SHAPE, text, shown=SHOWN[name] + on_cpu.get(name, ""))
+    on_cpu = f"; on a CPU {CPU_SHAPE[name]}" if name in CPU_SHAPE else ""
+    return o.option(SHAPE, text, shown=f"{getattr(DEFAULTS, name)}{on_cpu}")
 
 
 def kernel_bench(
@@ -43,9 +36,10 @@ def kernel_bench(
     head_dim: Annotated[o.Number, _shape("head_dim", "Numbers of a head.")] = None,
     dtype: Annotated[str, o.option(SHAPE, "auto (bfloat16), bfloat16, float16, float32.")] = "auto",
     retention: Annotated[
-        o.Words, _shape("retentions", "Share of the context that a fast step reads; comma list or repeated.")
+        o.Words,
+        o.option(SHAPE, "Share of the context that a fast step reads; comma list or repeated.", shown=RETENTION),
     ] = None,
-    op: Annotated[o.Words, _measure("What to time; comma list or repeated.", shown=SHOWN["ops"])] = None,
+    op: Annotated[o.Words, _measure("What to time; comma list or repeated.", shown=",".join(OPS))] = None,
     sweep: Annotated[
         str | None, _measure("retention: the paper's Table 1, of fast and dense unless --op says otherwise.")
     ] = None,
@@ -101,8 +95,7 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     `asked` are the fields of `KernelSettings`, None for a field's default.
     """
     from sfi_cli.terminal.progress import Progress
-    from sfi_core.measure.kernel_bench.bench import run_bench
-    from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, KernelSettings, resolve_backend
+    from sfi_core.measure.kernel_bench.bench import resolve_backend, run_bench
     from sfi_core.models.load import resolve_device
     from sfi_traces.results.plots import plot_kernel_bench
 
@@ -168,9 +161,9 @@ def compile_all(architectures: list[str], output: Output) -> None:
                 progress.update(f"compiling, {row['kernel']} on {row['arch']}", next(numbers), total)
 
             compiled = compile_kernels(architectures, show)
-        about = {"machine": describe_measured(), "versions": versions()}
-        document = {"rows": [], "compiled": compiled, **about}
-        output.show(document, lambda _: compiled_text(compiled))
+        document = {"rows": [], "compiled": compiled, "machine": describe_measured(), "versions": versions()}
+        table = Table.of("Compiled kernels", COMPILED, compiled, left=2, spare=("async buffers",))
+        output.show(document, lambda _: [table])
         output.file(document)
         bad = [f"{row['kernel']} on {row['arch']}" for row in compiled if not is_clean(row)]
         if bad:
@@ -201,31 +194,8 @@ def closing_text(document: dict[str, Any], *, sweep: bool) -> list[Part]:
     return noted(tables, [*document["notes"], *(f"failed: {failure}" for failure in document["failures"])])
 
 
-def compiled_text(compiled: list[dict[str, Any]]) -> list[Part]:
-    """Return registers, spills and shared memory of every compiled kernel."""
-    return [Table.of("Compiled kernels", COMPILED, compiled, left=2, spare=("async buffers",))]
-
-
 def _read(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.3g}"
-
-
-def _paper(retention: float) -> str:
-    from sfi_core.measure.kernel_bench.settings import TABLE_1
-
-    return ratio(TABLE_1.get(retention))
-
-
-def _time(name: str, otherwise: str = "") -> Any:
-    def write(row: Row) -> str:
-        if row["median_us"] is None:
-            return otherwise
-        microseconds = row[name]
-        if microseconds < 10_000:  # noqa: PLR2004
-            return f"{microseconds:,.1f} us"
-        return f"{microseconds / 1e3:,.1f} ms"
-
-    return write
 
 
 def _over(name: str) -> Any:
@@ -237,9 +207,9 @@ MEASURED: Columns = {
     "op": lambda row: f"{row['op']} ({row['form']})" if row["form"] else str(row["op"]),
     "read %": (_read, "retention"),
     "launches": lambda row: str(row.get("launches") or ""),
-    "median": _time("median_us", "FAILED"),
-    "p10": _time("p10_us"),
-    "p90": _time("p90_us"),
+    "median": lambda row: "FAILED" if row["median_us"] is None else duration(row["median_us"]),
+    "p10": (duration, "p10_us"),
+    "p90": (duration, "p90_us"),
     "GB/s": lambda row: "" if row["median_us"] is None else number(row["gb_per_s"], 1),
     "of copy": lambda row: "" if row["median_us"] is None else percent(row["bandwidth_share"], 0),
     "TFLOP/s": lambda row: "" if row["tflop_per_s"] is None else f"{row['tflop_per_s']:,.3g}",
@@ -249,7 +219,7 @@ MEASURED: Columns = {
 }
 SWEPT: Columns = {
     "read %": (_read, "retention"),
-    "paper": (_paper, "retention"),
+    "paper": lambda row: ratio(TABLE_1.get(row["retention"])),
     "bytes": (ratio, "ideal_speedup"),
     "ours, x dense": (ratio, "speedup_over_dense"),
     "ours, x SDPA": (ratio, "speedup_over_sdpa"),

@@ -2,60 +2,49 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, texts_of, varied
+from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, varied
+from sfi_cli.options import Subject
 from sfi_cli.parsing import named_strings
-from sfi_cli.settings.given import given, texts
-from sfi_cli.settings.tables import DIMENSIONS, SETTINGS, TRIALS, ModelTable
+from sfi_cli.settings import DIMENSIONS, SETTINGS, TRIALS, given, texts
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
 SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
-_search, _confirm = partial(o.option, SEARCH), partial(o.option, CONFIRM)
+_space, _search = partial(o.option, SPACE), partial(o.option, SEARCH)
 OUTPUT = Path("tuned.toml")
 Values = str | None
-
-
-def _axis(name: str, default: str, **more: Any) -> Any:
-    shown = {"help": SETTINGS[name].brief, "show_default": default, **more}
-    return typer.Option(rich_help_panel=SPACE, **shown)
 
 
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")],
     trigger_policy: Annotated[
-        Values,
-        _axis(
-            "trigger_policy",
-            "boundary,stride,t-max",
-            help="boundary, t-max, stride, random, never, always; or codescan.",
-        ),
+        Values, _space("boundary, t-max, stride, random, never, always; or codescan.", shown="boundary,stride,t-max")
     ] = None,
     trigger_set: Annotated[
         o.Words,
-        _axis(
-            "triggers",
-            "the trace's own and punctuation",
-            help="A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
+        _space(
+            "A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
+            shown="the trace's own and punctuation",
         ),
     ] = None,
-    t_max: Annotated[Values, _axis("t_max", "8:128")] = None,
-    budget: Annotated[Values, _axis("budget", "1/64 to 1/4 of the context")] = None,
+    t_max: Annotated[Values, _space(SETTINGS["t_max"].brief, shown="8:128")] = None,
+    budget: Annotated[Values, _space(SETTINGS["budget"].brief, shown="1/64 to 1/4 of the context")] = None,
     search: Annotated[
-        o.Words, o.option(SPACE, "Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
+        o.Words, _space("Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
     ] = None,
     min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
     trials: Annotated[int, _search("Settings to try.", min=1)] = TRIALS,
     seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     confirm: Annotated[
-        int, _confirm("Run so many settings of the front for real, the chosen one among them.", min=0)
+        int, o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0)
     ] = 0,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
@@ -83,10 +72,8 @@ def tune(
     """
     from sfi_cli.terminal.progress import Progress
     from sfi_traces.model.trace import Trace
-    from sfi_traces.tune.plots import plot_tuning
-    from sfi_traces.tune.result import find
-    from sfi_traces.tune.study import check_optuna
-    from sfi_traces.tune.tuning import Limits, Tuning
+    from sfi_traces.tune.result import find, plot_tuning
+    from sfi_traces.tune.tuning import Limits, Tuning, check_optuna
 
     settings = given("tune", sets=sets)
     check_optuna()
@@ -101,13 +88,14 @@ def tune(
         )
         confirmer = None
         if confirm:  # loads the model before the search, to report a mistake early
-            loading = {
-                "revision": settings.table(ModelTable).revision, "dtype": dtype, "device": device,
-                "trust_remote_code": trust_remote_code,
-            }  # fmt: skip
-            from sfi_traces.tune.confirm import load_confirmer
+            from sfi_core.engine.attend import check_backend
+            from sfi_core.models.load import resolve_device
+            from sfi_traces.tune.confirm import Confirmer
 
-            confirmer = load_confirmer(tuning, model, settings.table(EngineOptions), loading)
+            engine = settings.table(EngineOptions)
+            check_backend(engine.backend, resolve_device(device))
+            loaded = Subject.of(settings, model, dtype, device, trust_remote_code).loaded()
+            confirmer = Confirmer.of(tuning, *loaded, engine)
         with Progress(quiet=quiet) as progress:
             show = partial(progress.update, "searching", total=trials)
             result = find(tuning, trials, seed=seed, on_trial=show)
@@ -130,8 +118,20 @@ ANSWERS = {True: "right", False: "WRONG", None: "-"}
 
 def tune_text(document: Row) -> list[Part]:
     """Return the front, the real runs and the chosen setting."""
-    parts: list[Part] = [_heading(document), "", _front(document)]
-    parts += _legend(document)
+    whole, budget = document["recorded_budget"], document["recorded"]["budget"]
+    cut = f", but for its budget of {whole:,}: the audit recorded {budget:,}" if budget < whole else ""
+    heading = (
+        f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
+        f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')}, "
+        f"{document['distinct_trials']:,} of them different"
+    )
+    parts: list[Part] = [
+        heading,
+        "",
+        _front(document),
+        *everywhere([*document["front"], document["recorded"]]),
+        f"* the trace's own setting{cut}; > chosen; x run for real.",
+    ]
     if document["confirmed"]:
         title = "Run for real: retained mass of fast steps, predicted (at least) and measured, over compared steps"
         spare = ("steps", "kept, predicted", "slow")
@@ -141,40 +141,21 @@ def tune_text(document: Row) -> list[Part]:
     return [*parts, "", f"Chosen: {place}, {document['rule']}.{run}"]
 
 
-def _heading(document: Row) -> str:
-    return (
-        f"{', '.join(document['traces'])}: {document['model']}, {plural(document['requests'], 'request')}, "
-        f"{plural(document['steps'], 'step')}; {plural(document['trials'], 'trial')}, "
-        f"{document['distinct_trials']:,} of them different"
-    )
-
-
 def _front(document: Row) -> Table:
+    # of a long front the settings that are chosen or confirmed, and others evenly apart
     front = document["front"]
     confirmed = {row["place"] for row in document["confirmed"]}
-    shown = _shown(front, confirmed)
+    step = max(1, -(-len(front) // ROWS))
+    chosen = {place for place, row in enumerate(front) if row["chosen"]}
+    shown = sorted(confirmed | chosen | {*range(0, len(front), step), len(front) - 1})
     rows = [{"": f"{at + 1}{' >' * front[at]['chosen']}{' x' * (at in confirmed)}", **front[at]} for at in shown]
     rows.append({"": "*", **document["recorded"]})
     more = f", {len(shown)} of {len(front)} settings shown" if len(shown) < len(front) else ""
     title = f"Pareto front as replayed, cheapest first{more} (byte model: batch 1)"
-    settings = varied(rows)
+    settings, words = varied(rows)
     outcome = {name: column for name, column in OUTCOME.items() if name not in LEFT_OUT}
     columns = {"": (str, "")} | settings | outcome
-    return Table.of(title, columns, rows, left=1 + texts_of(settings), spare=("p5", "at most", "MB/token"))
-
-
-def _shown(front: list[Row], confirmed: set[int]) -> list[int]:
-    # places evenly over the front, with the chosen and the confirmed settings
-    wanted = confirmed | {place for place, row in enumerate(front) if row["chosen"]}
-    step = max(1, -(-len(front) // ROWS))
-    return sorted(wanted | set(range(0, len(front), step)) | {len(front) - 1})
-
-
-def _legend(document: Row) -> list[str]:
-    whole, budget = document["recorded_budget"], document["recorded"]["budget"]
-    cut = f", but for its budget of {whole:,}: the audit recorded {budget:,}" if budget < whole else ""
-    marks = f"* the trace's own setting{cut}; > chosen; x run for real."
-    return [*everywhere([*document["front"], document["recorded"]]), marks]
+    return Table.of(title, columns, rows, left=1 + words, spare=("p5", "at most", "MB/token"))
 
 
 def _confirmed_notes(document: Row) -> list[str]:

@@ -6,24 +6,17 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.settings.given import given
-from sfi_cli.settings.tables import ModelTable
+from sfi_cli.settings import ModelTable, given
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
-from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
+from sfi_traces.views.table import Columns, Row, Table, number, plural
 
 _texts, _clusters = partial(o.option, "Texts"), partial(o.option, "Clusters")
 OUTPUT = Path("heads.json")
 TOP = 64  # default of k. Paper gap: the paper gives none
-AGREEMENT = ("agreement", "agreement_least", "same_representatives")
-COMPARISON = (
-    "pairs that agree: head pairs that two parts both put together or both keep apart, the mean over every "
-    "two parts; least: of the two parts that differ most. same representatives: parts that choose the same."
-)
-TRIVIAL = " One cluster, or a cluster for each head: there the pairs agree whatever the texts."
 
 
 def heads(
@@ -37,10 +30,6 @@ def heads(
         ),
     ] = None,
     length: Annotated[int, _texts("Tokens of a text; a longer file is several.", min=2)] = 1000,
-    parts: Annotated[
-        o.Number,
-        _texts("Disjoint parts of the texts, whose clusters are compared.", shown="2, or 1 for a single text", min=1),
-    ] = None,
     clusters: Annotated[int, _clusters("Clusters of each layer, N_r.", min=1)] = 2,
     top_k: Annotated[int, _clusters("Positions of each head's set, k.", min=1)] = TOP,
     model: o.Model = None,
@@ -60,7 +49,7 @@ def heads(
 
     For example:
 
-      sfi tune heads -f a.txt -f b.txt --model my-model --parts 2
+      sfi tune heads -f a.txt -f b.txt --model my-model
     """
     from sfi_core.measure.clustering import check_scipy
 
@@ -77,7 +66,7 @@ def heads(
     with Output(output, force=force, json=json, quiet=quiet) as written:
         document = _clustered(
             prompt_file or [], model, loading, settings.table(EngineOptions),
-            length=length, top=top_k, clusters=clusters, parts=parts, quiet=quiet,
+            length=length, top=top_k, clusters=clusters, quiet=quiet,
         )  # fmt: skip
         written.show(document, heads_text)
         written.text(_head_file(document))
@@ -85,13 +74,12 @@ def heads(
 
 def _clustered(
     files: list[Path], model: str | None, loading: Row, engine: EngineOptions,
-    *, length: int, top: int, clusters: int, parts: int | None, quiet: bool,
+    *, length: int, top: int, clusters: int, quiet: bool,
 ) -> dict[str, Any]:  # fmt: skip
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import Progress
     from sfi_core.engine.attend import check_backend
-    from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, part_count, parts_of
-    from sfi_core.measure.model_supports import cut_texts, text_supports
+    from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, cut_texts, text_supports
     from sfi_core.models.load import load, resolve_device
     from sfi_core.models.source import model_digest
 
@@ -99,7 +87,6 @@ def _clustered(
     prompts = [read_prompts(None, file, None) for file in (files or (None,))]
     loaded, tokenizer = load(model, **loading)
     texts = cut_texts(tokenizer, [str(prompt.entries[0]) for prompt in prompts], length, top)
-    part_count(len(texts), parts)
     similarities: list[dict[int, Similarity]] = []
     with Progress(quiet=quiet) as progress:
         for number, text in enumerate(texts):
@@ -108,38 +95,39 @@ def _clustered(
             for similarity in layers.values():
                 check_count(clusters, len(similarity.total_HH))
             similarities.append(layers)
-    groups = parts_of(similarities, parts)
     return {
         "model": model or "bundled",
         "digest": model_digest(loaded),
         "clusters": clusters,
         "texts": len(texts),
         "steps": sum(next(iter(layers.values())).steps for layers in similarities),
-        "parts": len(groups),
         "files": [str(file) for file in files] or ["the bundled document"],
         "tokens": sum(map(len, texts)),
         "top_k": top,
         "pooled": "max",
         "sfi": __version__,
-        "layers": [layer.to_dict() for layer in cluster_layers(groups, clusters)],
+        "layers": cluster_layers(similarities, clusters),
     }
 
 
 def _head_file(document: dict[str, Any]) -> str:
-    from sfi_core.policies.head_clusters import HeadClusters
+    from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters
 
-    layers = document["layers"]
     return HeadClusters(
-        model_digest=document["digest"],
+        digest=document["digest"],
         model=document["model"],
-        cluster_of={layer["layer"]: tuple(layer["cluster_of"]) for layer in layers},
-        representatives={layer["layer"]: tuple(layer["representatives"]) for layer in layers},
+        layers={
+            layer["layer"]: LayerClusters(
+                cluster_of=tuple(layer["cluster_of"]), representatives=tuple(layer["representatives"])
+            )
+            for layer in document["layers"]
+        },
         made_from={name: value for name, value in document.items() if name not in ("model", "digest", "layers")},
     ).text()
 
 
 def heads_text(document: dict[str, Any]) -> list[Part]:
-    """Return the clusters of each layer, and how far the parts agree."""
+    """Return the clusters of each layer."""
     blocks: list[Part] = [
         _heading(document),
         "",
@@ -149,8 +137,6 @@ def heads_text(document: dict[str, Any]) -> list[Part]:
         f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "
         f"{plural(document['steps'], 'step')}; a dash where there is no such pair."
     )
-    if document["parts"] > 1:
-        blocks += ["", *_robustness(document)]
     if not document["digest"]:
         blocks += ["", "The head file does not say which checkpoint it is of."]
     return blocks
@@ -171,25 +157,10 @@ def _groups(cluster_of: list[int]) -> str:
     )
 
 
-def _robustness(document: Row) -> list[Part]:
-    layers = document["layers"]
-    means = {name: sum(float(layer[name]) for layer in layers) / len(layers) for name in AGREEMENT}
-    rows = [*layers, {"layer": "all", **means}]
-    trivial = all(len(layer["representatives"]) in (1, len(layer["cluster_of"])) for layer in layers)
-    title = f"{document['parts']} disjoint parts of the texts, clustered alone"
-    return [Table.of(title, COMPARED, rows), COMPARISON + TRIVIAL * trivial]
-
-
 CLUSTERS: Columns = {
     "layer": (str, "layer"),
     "clusters": (_groups, "cluster_of"),
     "representatives": lambda layer: ", ".join(map(str, layer["representatives"])),
     "alike within": (number, "similarity_within"),
     "between": (number, "similarity_between"),
-}
-COMPARED: Columns = {
-    "layer": (str, "layer"),
-    "pairs that agree": (percent, "agreement"),
-    "least": (percent, "agreement_least"),
-    "same representatives": (percent, "same_representatives"),
 }

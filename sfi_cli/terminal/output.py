@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, NoReturn, Self, TextIO
 import typer
 
 from sfi_cli.terminal.tables import Part, rendered, wrapped
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, SfiError
 from sfi_core.machine.files import atomic_file, new_file
 from sfi_core.machine.text import printable_lines, write_json
@@ -34,16 +35,16 @@ def message(text: str) -> None:
 
 def escape_unknown_characters() -> None:
     r"""Let stdout write a character that its encoding lacks as JSON does, as `\\u2764`."""
-    codecs.register_error("sfi.escape", _escaped)
+
+    def escaped(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+        return re.sub("(....)", r"\\u\1", units), error.end
+
+    codecs.register_error("sfi.escape", escaped)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="sfi.escape")
-
-
-def _escaped(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
-    return re.sub("(....)", r"\\u\1", units), error.end
 
 
 def terminal_width(stream: TextIO) -> int | None:
@@ -62,29 +63,23 @@ def dated_folder(name: str) -> Path:
     return Path(f"{name}-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}")
 
 
+@dataclass(eq=False)
 class Output:
     """All that a command writes: its data, a figure, and lines for a person.
 
     `with` checks the files before the work starts. A file gets its name when it is complete; a device or a FIFO
-    is written to. `path` None is stdout, `plot` None is no figure, `append` lets `line` go on with a file, `quiet`
-    lets `say` write nothing, `wide` shows all columns on any terminal.
+    is written to.
     """
 
-    def __init__(
-        self,
-        path: Path | None = None,
-        *,
-        plot: Path | None = None,
-        json: bool = False,
-        force: bool = False,
-        append: bool = False,
-        quiet: bool = False,
-        wide: bool = False,
-    ) -> None:
-        """Take the output options."""
-        self.path, self.plot, self.json, self.quiet = path, plot, json, quiet
-        self.force, self.append, self.wide = force, append, wide
-        self._within_line = False  # on stdout
+    path: Path | None = None  # None is stdout
+    _: KW_ONLY
+    plot: Path | None = None  # None is no figure
+    json: bool = False
+    force: bool = False
+    append: bool = False  # lets `line` go on with a file
+    quiet: bool = False  # lets `say` write nothing
+    wide: bool = False  # shows all columns on any terminal
+    _within_line: bool = field(default=False, init=False)  # on stdout
 
     def check_format(self, formats: tuple[str, ...]) -> None:
         """Raise `ConfigError` if the suffix of the data's file is not among `formats`."""
@@ -92,11 +87,10 @@ class Output:
             raise ConfigError(f"output must end in one of {formats}, got {self.path.name}")
 
     def __enter__(self) -> Self:
-        """Check the files before the work starts.
+        """Check the files.
 
-        Raises `ConfigError` for a file that exists while `force` is off, a folder or a link, and a figure that is
-        neither PNG nor SVG; `BackendError` for a figure without matplotlib; `SfiError` for a file that cannot be
-        written.
+        Raises `ConfigError` for a file that exists while `force` is off, a folder, a link, or a figure neither PNG nor
+        SVG; `BackendError` for a figure without matplotlib; `SfiError` for a file that cannot be written.
         """
         if self.plot is not None:
             from sfi_traces.figures import check_plot
@@ -126,8 +120,7 @@ class Output:
     def stream(self, text: str) -> None:
         """Write a piece of text to stdout at once.
 
-        Raises `SfiError` where stdout cannot be written, such as to a full disk; BrokenPipeError if the pipe's reader
-        ended.
+        Raises `SfiError` where stdout cannot be written, as to a full disk; BrokenPipeError if a pipe's reader ended.
         """
         self._within_line = not text.endswith("\n") if text else self._within_line
         try:
@@ -147,15 +140,17 @@ class Output:
 
     def show(self, document: Document, view: View) -> None:
         """Write to stdout the document as JSON, or what `view` makes of it as text of the terminal's width."""
-        width = None if self.wide else terminal_width(sys.stdout)
-        self.stream(_json(document) if self.json else printable_lines(rendered(view(document), width)))
+        self.stream(self._text_of(document, view, None if self.wide else terminal_width(sys.stdout)))
 
     def data(self, document: Document, view: View) -> None:
         """Write to the file, or show on stdout, the document as JSON or as text."""
         if self.path is None:
             self.show(document, view)
         else:
-            self.text(_json(document) if self.json else printable_lines(rendered(view(document))))
+            self.text(self._text_of(document, view))
+
+    def _text_of(self, document: Document, view: View, width: int | None = None) -> str:
+        return _json(document) if self.json else printable_lines(rendered(view(document), width))
 
     def document(self, data: Document) -> None:
         """Write one JSON document to the file or stdout."""

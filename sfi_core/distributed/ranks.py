@@ -1,15 +1,14 @@
 """Processes that run one model together, one a device, and their messages.
 
-Code that must agree, or needs other ranks' heads, takes a `Ranks`. `ALONE`, of a model in one process, gives
-back its arguments. Every rank must make the same calls in the same order, so whatever decides about a call
-must be equal on every rank.
+Code that must agree, or needs other ranks' heads, takes a `Ranks`; `ALONE`, of one process, gives back its arguments.
+Every rank must make the same calls in the same order, so what decides about a call must be equal on every rank.
 """
 
 import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -20,10 +19,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, RankLostError, SfiError
 
-TIMEOUT, DEFAULT_TIMEOUT = "SFI_TIMEOUT", 300.0
+TIMEOUT = "SFI_TIMEOUT"
 LOADING = timedelta(minutes=30)  # ranks may read a large checkpoint at very different speeds
 T = TypeVar("T")
 GLOO = "gloo/transport"  # its errors have no type of their own
@@ -31,9 +30,9 @@ GLOO = "gloo/transport"  # its errors have no type of their own
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that run one model, seen from the one with this `number`.
+    """The processes that run one model, seen from rank `number`, which holds the KV heads from `number * H` on.
 
-    Rank r of `size` holds the KV heads from `r * H` on. A `group` of None is the default process group.
+    A `group` of None is the default process group.
     """
 
     number: int = 0
@@ -48,24 +47,20 @@ class Ranks:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
-    def least(self, number: int) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return min(self.exchange(number))
-
-    def settle(self, told_RX: torch.Tensor) -> torch.Tensor:
+    def settle(self, bits_RX: torch.Tensor) -> torch.Tensor:
         """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
 
-        `told_RX` are integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
+        `bits_RX` are integers, or other numbers' bits; row 1 is 1 where this rank is fine, else 0.
         """
         if self.size == 1:
-            return told_RX
+            return bits_RX
         if self.number:
-            fine_X = told_RX[1].clone()
-            told_RX = torch.zeros_like(told_RX)
-            told_RX[1] = fine_X
-        dist.all_reduce(told_RX, group=self.group)
-        told_RX[1] = told_RX[1] == self.size
-        return told_RX
+            fine_X = bits_RX[1].clone()
+            bits_RX = torch.zeros_like(bits_RX)
+            bits_RX[1] = fine_X
+        dist.all_reduce(bits_RX, group=self.group)
+        bits_RX[1] = bits_RX[1] == self.size
+        return bits_RX
 
     def same_tokens(self, token_B: torch.Tensor) -> list[int]:
         """Return a step's tokens, which other code sampled on every rank; raise `SfiError` if they differ."""
@@ -102,10 +97,8 @@ class Ranks:
         try:
             yield
         except SfiError as mine:
-            if self.size == 1:
-                raise
             error = mine
-        errors = self.exchange(error) if self.size > 1 else []
+        errors = self.exchange(error)
         raised = [(rank, theirs) for rank, theirs in enumerate(errors) if theirs is not None]
         if not raised:
             return
@@ -151,21 +144,16 @@ ALONE = Ranks()
 
 def timeout() -> float:
     """Return the seconds to wait for a rank; raise `ConfigError` if SFI_TIMEOUT is not a positive number."""
-    text = os.environ.get(TIMEOUT, str(DEFAULT_TIMEOUT))
-    try:
+    text, seconds = os.environ.get(TIMEOUT, "300"), math.nan
+    with suppress(ValueError):
         seconds = float(text)
-    except ValueError:
-        seconds = math.nan
     if not 0 < seconds < math.inf:
         raise ConfigError(f"{TIMEOUT} must be a positive number of seconds, got {text}")
     return seconds
 
 
 def join() -> Ranks:
-    """Meet the other processes of torchrun, once; raise `RankLostError` if one does not come.
-
-    The ranks are for what happens before the model runs: they wait as long as loading may take.
-    """
+    """Meet the other processes of torchrun, once, as long as loading takes; raise `RankLostError` if one is lost."""
     if torchrun.size() == 1:
         return ALONE
     timeout()  # a mistake in it shows now

@@ -27,22 +27,21 @@ from sfi_core.engine.select import (
 )
 from sfi_core.errors import BackendError, unknown
 from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.attention_tile.shape import check_limits
+from sfi_kernels.attention_tile import check_limits
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import KernelLimitError, check_device
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor, sent
 
 
 def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Attend in a layer, on the run's backend or by `Run.attend`.
+    """Attend in a layer whose new keys and values the store holds, on the run's backend or by `Run.attend`.
 
-    The store already holds the layer's new keys and values. Queries are grouped by KV head; a request's own
-    are the last `count` of T, a decoding request's the last. `options` are `scale`, `soft_cap`, `sink_HG` and `new` of
-    `Layer`. Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
+    Queries are grouped by KV head; a request's own are the last `count` of T. `options` are `scale`, `soft_cap`,
+    `sink_HG` and `new` of `Layer`. Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
     """
     dtype = run.store.pages(index).key_PHND.dtype
     if dtype != query_BHGTD.dtype:  # under `kv_dtype`
@@ -60,10 +59,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
 
 
 def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor, **options: Any) -> None:
-    """Select and call the watchers in a layer whose prompts the host has attended itself.
-
-    For a pass that only reads prompts; the arguments are those of `attend`, and its result `out_BHGTE`.
-    """
+    """Do what `attend` does once it has attended, in a pass that only reads prompts, for a host that has done that."""
     layer = Layer(run, index, **options)
     run.meter.count("host.prefill_attention", len(layer.batch_pass.prompts))
     with run.launches():
@@ -72,16 +68,16 @@ def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torc
 
 
 def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[RequestState]) -> None:
-    """Let the policy learn what some requests lack for the step that `states` have entered.
+    """Let the policy learn what some requests lack for the step that `states` have entered, without waiting.
 
-    From what was there before the step, so that a CUDA graph can hold the step, and without waiting for the
-    device. `group` are the query heads of a KV head; where no queries were kept, the last keys stand for them.
+    From what was there before the step, so that a CUDA graph can hold the step. `group` are the query heads of a KV
+    head; where no queries were kept, the last keys stand for them.
     """
     run, policy = layer.run, layer.run.policy
     if not policy.chooses or layer.left_dense:
         return
     for row in rows:
-        before = before_step(states[row])
+        before = _before_step(states[row])
         if policy.companion.lacks(before, run.notes[before.request, layer.index]):
             first = max(0, before.length - policy.config.window_prefill)
             key_1HWD = run.store.keys(layer.index, row, first, before.length)
@@ -93,12 +89,11 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
 
 def lacking(run: Run, layer: int, rows: Sequence[int], states: Sequence[RequestState]) -> bool:
     """Say whether `prepare` has to learn anything in a layer: all of a request's layers lack it at the same step."""
-    before = [before_step(states[row]) for row in rows]
+    before = [_before_step(states[row]) for row in rows]
     return any(run.policy.companion.lacks(state, run.notes[state.request, layer]) for state in before)
 
 
-def before_step(state: RequestState) -> RequestState:
-    """Return a request without the token of the step that it has entered."""
+def _before_step(state: RequestState) -> RequestState:
     return replace(state, length=state.length - 1)
 
 
@@ -108,9 +103,8 @@ def read(
 ) -> DecodeAttention:  # fmt: skip
     """Attend with the decoding requests, and write the evidence of slow ones to a buffer: the device half.
 
-    A request's tokens are the last of T: several if it verifies, and the last one's logits are the evidence.
-    `dense_BH`, int32, marks the KV heads that read everything, if the policy mixes heads. Where the policy chooses for
-    the whole batch, selected rows are read in their pages.
+    A request that verifies has several tokens, of which the last one's logits are the evidence. `dense_BH`, int32,
+    marks the KV heads that read everything, if the policy mixes heads.
     """
     run, segment, into = layer.run, layer.run.segment(layer.index), None
     if step.slow_rows and run.policy.refreshes() and not layer.left_dense:
@@ -148,47 +142,39 @@ def _attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    run, policy, step = layer.run, layer.run.policy, layer.step
+    run, policy, step, pseudo = layer.run, layer.run.policy, layer.step, None
     last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
-    if policy.mixes_heads and not layer.left_dense:
-        return _mixed_heads(layer, step, last_BHG1D)
-    pseudo = None
+    mixes = policy.mixes_heads and not layer.left_dense
     if layer.chooses:
         pseudo = choose_and_note(layer, step, last_BHG1D)
-    elif policy.selects_before and step.fast:
+    elif policy.selects_before and step.fast and not mixes:
         select_before(layer, step.fast, _of(layer, step.fast, last_BHG1D))
-    kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
-    moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
-    with run.observer.span(f"attention.{kind}", layer.index, moved):
-        result = read(layer, step, query_BHGTD, pseudo=pseudo)
-    count_attention(run, step)
-    _hand_over(layer, step, last_BHG1D, result)
-    if policy.selects_next and step.fast:
+    if mixes:
+        with run.observer.span("attention.heads", layer.index):
+            result = read(layer, step, last_BHG1D, dense_BH=_dense_heads(layer, last_BHG1D))
+        run.meter.count("triton.mixed_attention", len(step.slow) + len(step.fast))
+    else:
+        kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
+        moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
+        with run.observer.span(f"attention.{kind}", layer.index, moved):
+            result = read(layer, step, query_BHGTD, pseudo=pseudo)
+        count_attention(run, step)
+    if result.logits_BHGWT is not None:
+        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
+        hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)
+    if policy.selects_next and step.fast and not mixes:
         query = _of(layer, step.fast, last_BHG1D)
         layer.later.append(partial(select_next, layer, step.fast, query))
     return result.out_BHGWE
 
 
-def _mixed_heads(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> torch.Tensor:
+def _dense_heads(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
     # some KV heads read everything, the others the packed memory and the recent tokens
-    run, batch_pass = layer.run, layer.batch_pass
-    B, H = query_BHG1D.shape[:2]
-    rows = (*batch_pass.slow, *batch_pass.fast)
-    for row in rows:
+    run, (B, H) = layer.run, query_BHG1D.shape[:2]
+    for row in (*layer.batch_pass.slow, *layer.batch_pass.fast):
         layer.dense_heads[row] = run.policy.companion.dense_heads(run.requests[row], layer.index, H)
     dense = [[int(h in layer.dense_heads.get(row, ())) for h in range(H)] for row in range(B)]
-    dense_BH = sent(torch.tensor(dense, dtype=torch.int32), query_BHG1D.device)
-    with run.observer.span("attention.heads", layer.index):
-        result = read(layer, step, query_BHG1D, dense_BH=dense_BH)
-    run.meter.count("triton.mixed_attention", len(rows))
-    _hand_over(layer, step, query_BHG1D, result)
-    return result.out_BHGWE
-
-
-def _hand_over(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, result: DecodeAttention) -> None:
-    if result.logits_BHGWT is not None:
-        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
-        hand_over(layer, step.slow, _of(layer, step.slow, query_BHG1D), handed)
+    return sent(torch.tensor(dense, dtype=torch.int32), query_BHG1D.device)
 
 
 def _of(layer: Layer, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
@@ -198,7 +184,10 @@ def _of(layer: Layer, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch
 
 
 def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    run, first = layer.run, is_first_piece(layer, prompts, query_BHGTD)
+    # first pieces that PyTorch can attend: no soft cap, no learned sinks
+    run, begin = layer.run, not any(layer.batch_pass.start[row] for row in prompts)
+    plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
+    first = begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
     run.meter.count("sdpa.prompt" if first else "triton.prefill_attention", len(prompts))
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
         if first:
@@ -207,13 +196,6 @@ def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: t
             query_BHGTD[rows], layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP[rows],
             layer.batch_pass.descriptor.length_B[rows], **layer.options,
         )  # fmt: skip
-
-
-def is_first_piece(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> bool:
-    """Say whether these rows read first pieces that PyTorch can attend: no soft cap, no learned sinks."""
-    begin = not any(layer.batch_pass.start[row] for row in prompts)
-    plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
-    return begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
 
 
 def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> bool:
@@ -225,10 +207,7 @@ def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: tor
 
 
 def attend_to_itself(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """Attend causally with the first pieces in some rows; a request's tokens are the last `count` of T.
-
-    Return the outputs, [B, H, G, T, E]; zeros where a request has no token.
-    """
+    """Attend causally with the first pieces in some rows; tokens and outputs as in `attend`."""
     assert layer.new is not None, "the host has handed over the piece's keys"
     key, value = layer.new
     B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.batch_pass.count

@@ -1,17 +1,21 @@
-"""The audit compares a step's sparse attention with dense attention; it does not change the run."""
+"""The audit compares a step's sparse attention with dense attention; it does not change the run. The dense twin."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import SeenLayer
+from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
+from sfi_core.observers.observer import NullObserver
+from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import AuditConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import FAST, SLOW
 from sfi_kernels.top_k import top_k
 
 
@@ -30,9 +34,7 @@ class Audit:
         if unaudited or not batch_pass.generates:
             return
         with run.observer.span("audit", layer.index):
-            for row, request in enumerate(batch_pass.passes):
-                if not request.generates:
-                    continue
+            for row in (row for row, request in enumerate(batch_pass.passes) if request.generates):
                 query, state = query_BHGTD[row : row + 1, :, :, -1], run.requests[row]
                 if self.config.due(state.step, slow=state.slow):
                     self._look(layer, row, query, out_BHGTE[row, :, :, -1])
@@ -58,12 +60,13 @@ class Audit:
         H = mass_HT.shape[0]
         index_HK = top_k.on(layer.backend)(mass_HT[None], self.config.top)[0]
         place_HK = index_HK.clamp_min(0).long()
-        mixed = row in layer.dense_heads
         read_HT = torch.ones_like(mass_HT, dtype=torch.bool)
         retained_HG, error_H = mass_HGT.new_ones(mass_HGT.shape[:2]), mass_HT.new_zeros(H)
-        if mixed or not (state.slow or layer.left_dense):
+        if row in layer.dense_heads or not (state.slow or layer.left_dense):
             read_HT = _read(layer, row, read_HT)
-            retained_HG = _retained(layer, row, mass_HGT, read_HT)
+            retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
+            for head in layer.dense_heads.get(row, ()):
+                retained_HG[head] = 1.0
             error_H = _error(layer, row, query_1HGD, out_HGE)
         last = self.queries.get((state.request, layer.index))
         cosine_H = mass_HT.new_full((H,), torch.nan)
@@ -92,27 +95,35 @@ def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
     # the packed segment (sinks and selected), padded with -1, and the recent segment
     H, T = all_HT.shape
     position_HS = layer.run.segments[layer.index].position_BHS[row].long()
-    read_HT = all_HT.new_zeros(H, T + 1).scatter(1, position_HS.where(position_HS >= 0, T), 1)
-    read_HT = read_HT[:, :T]
+    read_HT = all_HT.new_zeros(H, T + 1).scatter(1, position_HS.where(position_HS >= 0, T), 1)[:, :T]
     read_HT[:, layer.run.requests[row].read_start :] = True
     for head in layer.dense_heads.get(row, ()):
         read_HT[head] = True
     return read_HT
 
 
-def _retained(layer: Layer, row: int, mass_HGT: torch.Tensor, read_HT: torch.Tensor) -> torch.Tensor:
-    retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
-    for head in layer.dense_heads.get(row, ()):
-        retained_HG[head] = 1.0
-    return retained_HG
-
-
 def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:
-    dense = layer.dense(row, query_1HGD[:, :, :, None])
-    dense_HX = dense[0, :, :, 0].float().flatten(1)
-    difference_HX = out_HGE.float().flatten(1) - dense_HX
-    error_H: torch.Tensor = difference_HX.norm(dim=1) / dense_HX.norm(dim=1)
+    dense_HX = layer.dense(row, query_1HGD[:, :, :, None])[0, :, :, 0].float().flatten(1)
+    error_H: torch.Tensor = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(dim=1)
     return error_H
+
+
+def dense_twin(run: Run, count: int | None = None) -> Run:
+    """Return a run over the same store in which all are slow, for the pass under way, of at most `count` tokens."""
+    policy = Policy(run.policy.config, run.policy.trigger)
+    twin = Run(policy, NullObserver(), run.store, device=run.device)
+    twin.requests = [replace(state, slow=True) for state in run.requests]
+    twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
+    passes = [
+        replace(
+            request,
+            kind=SLOW if request.kind == FAST else request.kind,
+            count=request.count if count is None else min(request.count, count),
+        )
+        for request in run.batch_pass.passes
+    ]
+    twin.describe(passes, run.batch_pass.start)
+    return twin
 
 
 def divergence(log_p_RV: torch.Tensor, log_q_RV: torch.Tensor) -> torch.Tensor:

@@ -10,18 +10,16 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
-from sfi_kernels.decode_attention import resident_programs
-from sfi_kernels.split_plan import split_plan, work_items
+from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, PROMPT, SLOW, StepDescriptor, StepRequest, describe_step, sent
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Requests of the batch whose selected memory is refreshed; tensors are int32 if not said otherwise.
+    """Requests of the batch whose selected memory is refreshed; tensors are int32.
 
-    `requests` are their rows in the batch, empty if only the device knows them; `request_R` the same, -1 for
-    padding. `allowed_RT` are the candidate sets J, bool. `longest`, T, and `most_sink` are the most cached
-    and the most sink tokens, or bounds on them.
+    `requests` are their rows in the batch, empty if only the device knows them; `request_R` the same, -1 for padding.
+    `allowed_RT` are the candidate sets J, bool. `longest`, T, and `most_sink` bound the cached and the sink tokens.
     """
 
     requests: tuple[int, ...]
@@ -35,56 +33,36 @@ class Rows:
     _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def head_pages(self, heads: int) -> torch.Tensor:
-        """Return the pages of each of `heads` KV heads, as `KVStore.norms_of` takes them.
-
-        Cached for all layers with as many heads; call on one stream only.
-        """
+        """Return the pages of each of `heads` KV heads, as `KVStore.norms_of` takes them; call on one stream only."""
         if heads not in self._head_pages:
             head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
             self._head_pages[heads] = self.table_RP[:, None] * heads + head_H1
         return self._head_pages[heads]
 
     @classmethod
-    def of(
-        cls,
-        requests: tuple[int, ...],
-        states: Sequence[RequestState],
-        sink: int,
-        step: StepDescriptor,
-        table_BP: torch.Tensor,
-    ) -> Self:
-        """Make the rows of some requests; the descriptor already holds those of all slow ones."""
-        chosen = [states[row] for row in requests]
-        sinks = [state.sink(sink) for state in chosen]
-        longest = max(state.length for state in chosen)
-        if requests == step.slow:
-            request_R, sink_R, length_R, start_R = step.slow_R
-        else:
-            lengths, starts = zip(*((s.length, s.recent_start) for s in chosen), strict=True)
+    def of(cls, states: dict[int, RequestState], sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
+        """Make the rows of some requests, by row; the descriptor already holds those of all slow ones."""
+        requests = tuple(states)
+        numbers = [(state.sink(sink), state.length, state.recent_start) for state in states.values()]
+        sinks, lengths, starts = zip(*numbers, strict=True)
+        request_R, sink_R, length_R, start_R = step.slow_R
+        if requests != step.slow:
             lists = torch.tensor([requests, sinks, lengths, starts], dtype=torch.int32)
             request_R, sink_R, length_R, start_R = sent(lists, table_BP.device)
-        return cls(
-            requests=requests, request_R=request_R, sink_R=sink_R, length_R=length_R,
-            table_RP=table_BP[request_R.long()], allowed_RT=allowed_positions(longest, sink_R, start_R),
-            longest=longest, most_sink=max(sinks),
-        )  # fmt: skip
+        table_RP, allowed_RT = table_BP[request_R.long()], allowed_positions(max(lengths), sink_R, start_R)
+        return cls(requests, request_R, sink_R, length_R, table_RP, allowed_RT, max(lengths), max(sinks))
 
     @classmethod
     def of_slow(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
         """Make the rows of the descriptor's slow requests without host data, for a CUDA graph."""
         request_R, sink_R, length_R, start_R = step.slow_R
-        return cls(
-            requests=(), request_R=request_R, sink_R=sink_R, length_R=length_R,
-            table_RP=table_BP[request_R.clamp_min(0).long()],
-            allowed_RT=allowed_positions(step.longest, sink_R, start_R), longest=step.longest, most_sink=sink,
-        )  # fmt: skip
+        table_RP = table_BP[request_R.clamp_min(0).long()]
+        allowed_RT = allowed_positions(step.longest, sink_R, start_R)
+        return cls((), request_R, sink_R, length_R, table_RP, allowed_RT, step.longest, sink)
 
 
 def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor) -> torch.Tensor:
-    """Return the candidate sets J: all but the sink and recent tokens (Eq. 2): [B, T] bool.
-
-    `longest` are the tokens of the longest request, T.
-    """
+    """Return the candidate sets J: all but the sink and recent tokens (Eq. 2): [B, T] bool, T of the longest."""
     position = torch.arange(longest, device=sink_B.device)
     return (position >= sink_B[:, None]) & (position < recent_start_B[:, None])
 
@@ -94,19 +72,15 @@ class BatchPass:
 
     `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most cached
     tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are `ended`, too. Rows
-    that decode are `slow` (g_t = 1) or `fast`. `dense_descriptor` has every decoding request slow, for `dense_layers`;
-    None without those. `chosen` has the `Rows` made so far, which all layers share.
+    that decode are `slow` (g_t = 1) or `fast`. `dense` has every decoding request slow, for `dense_layers`; None
+    without those. `chosen` has the `Rows` made so far, which all layers share.
     """
 
     def __init__(
-        self,
-        passes: Sequence[RequestPass],
-        start: Sequence[int],
-        descriptor: StepDescriptor,
-        dense_descriptor: StepDescriptor | None,
+        self, passes: Sequence[RequestPass], start: Sequence[int], step: StepDescriptor, dense: StepDescriptor | None
     ) -> None:
         self.passes, self.start = tuple(passes), tuple(start)
-        self.descriptor, self.dense_descriptor = descriptor, dense_descriptor
+        self.descriptor, self.dense = step, dense
         self.count = tuple(request.count for request in passes)
         self.longest = max(map(sum, zip(start, self.count, strict=True)))
         self.prompts, self.slow, self.fast = (
@@ -118,7 +92,7 @@ class BatchPass:
 
     def descriptor_of(self, *, left_dense: bool) -> StepDescriptor:
         """Return a layer's descriptor, by whether it is one of `dense_layers`."""
-        step = self.dense_descriptor if left_dense else self.descriptor
+        step = self.dense if left_dense else self.descriptor
         assert step is not None, "the pass has been described"
         return step
 
@@ -136,12 +110,9 @@ class Requests(NamedTuple):
 
 
 class Descriptors(Protocol):
-    """Writes the descriptors of a pass.
+    """Writes the descriptors of a pass."""
 
-    `launched` says whether the device began the pass under way before the host described it.
-    """
-
-    launched: bool
+    launched: bool  # whether the device began the pass under way before the host described it
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
@@ -162,11 +133,10 @@ class FreshDescriptors:
 
     def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
-        plans = decodes and self.store.backend == "triton"
-        room = work_room(self.store, self.device) if plans else 0
-        descriptor = describe_step(requests, room, self.device)
-        if plans:
-            plan(descriptor, self.store, self.device)
+        if not decodes or self.store.backend != "triton":
+            return describe_step(requests, 0, self.device)
+        descriptor = describe_step(requests, work_room(self.store, self.device), self.device)
+        plan(descriptor, self.store, self.device)
         return descriptor
 
 

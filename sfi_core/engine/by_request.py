@@ -1,7 +1,4 @@
-"""Attention of a layer in PyTorch, the reference: requests run one by one.
-
-Neighbors that decode fast share calls, without a change to their results.
-"""
+"""Attention of a layer in PyTorch, the reference: requests run one by one; neighbors that decode fast share calls."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +9,9 @@ import torch
 
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.select import Handed, choose_and_note, hand_over, select_before, select_next
-from sfi_kernels.numpy_views import fastest
-from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.compiled import fastest
+from sfi_kernels.decode_attention import sparse_attention
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import FAST, PROMPT, sent
 
 R = TypeVar("R")
@@ -44,7 +41,12 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken 
     if policy.mixes_heads and not layer.left_dense:
         return _mixed(layer, rows, query)
     if kind == FAST and not layer.left_dense:
-        return _fast(layer, rows, query, pseudo)
+        if policy.selects_before and not layer.chooses:
+            select_before(layer, (row,), query)
+        out = _sparse(layer, rows, query, pseudo=pseudo)
+        if policy.selects_next:
+            layer.later.append(partial(select_next, layer, (row,), query))
+        return out
     if layer.left_dense or not policy.refreshes():
         return _whole(layer, row, query, layer.verify)
     # the attention also returns the evidence's logits, which saves a pass over the keys
@@ -93,16 +95,6 @@ def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
             out[:, head] = dense[:, place]
     if logits is not None:
         hand_over(layer, (row,), query, Handed(layer, logits))
-    return out
-
-
-def _fast(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken | None) -> torch.Tensor:
-    policy, row = layer.run.policy, (rows.start,)
-    if policy.selects_before and not layer.chooses:
-        select_before(layer, row, query)
-    out = _sparse(layer, rows, query, pseudo=pseudo)
-    if policy.selects_next:
-        layer.later.append(partial(select_next, layer, row, query))
     return out
 
 

@@ -1,7 +1,4 @@
-"""Decoding steps on a CPU as one compiled call a thread, in place of the model's modules and the engine's layers.
-
-The host half, planning, selections and counts, stays the engine's own; `loops.step` is the device half.
-"""
+"""Decoding steps on a CPU as one compiled call a thread, in place of the model's modules and the engine's layers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -12,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from sfi_core.engine.attend import attend, lacking, prepare
 from sfi_core.engine.audit import Audit
@@ -21,11 +19,9 @@ from sfi_core.engine.select import Handed, hand_over, note
 from sfi_core.machine.threads import one_thread
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_kernels.compiled import CORES, pool
-from sfi_kernels.matrix import BLOCK, OUT
-from sfi_kernels.numpy_views import KINDS
-from sfi_kernels.step_tables import STAGES, TICKETS, Real, Stage, Step
-from sfi_kernels.step_tables import Layer as Word
+from sfi_kernels.compiled import CORES, KINDS, pool
+from sfi_kernels.tables import BLOCK, OUT, STAGES, TICKETS, Real, Stage, Step
+from sfi_kernels.tables import Layer as Word
 
 _turn = Lock()  # threads of a step wait for each other: two runs must not share the pool, which has a thread a core
 PART = 512  # tokens of a part of dense attention, at least
@@ -34,11 +30,10 @@ EVIDENCE = 1 << 24  # logits of slow requests that one call leaves, unless one l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """A model as compiled steps read it.
+    """A model as compiled steps read it: the tables of `tables`, whose tensors `holds` keeps.
 
-    `layer_LX` has the matrices and norms of `step_tables.Layer`, `step_X` those of `Step`, with the sizes; `real_X` the
-    settings of `Real`. `embed` returns hidden states, [1, X, I] float32, of token ids; `turn` cosines and sines of
-    positions, [rotations, X, D] each; `finish` turns the output matrix' results into logits. `holds` keeps the tensors.
+    `embed` returns hidden states, [1, X, I] float32, of token ids; `turn` cosines and sines of positions, [rotations,
+    X, D] each; `finish` turns the output matrix' results into logits.
     """
 
     layer_LX: Any
@@ -63,7 +58,7 @@ class Windows(Protocol):
 
 
 class CompiledSteps:
-    """The decoding steps of one run; `threads` share each.
+    """The decoding steps of one run, after its prompts; `threads` share each.
 
     Where the policy selects by more than the evidence, the engine attends, between two calls a layer.
     """
@@ -71,16 +66,15 @@ class CompiledSteps:
     given_up = ""
 
     def __init__(self, run: Run, model: StepModel, threads: int, windows: Windows) -> None:
-        """Take over a run's decoding steps, after its prompts."""
         self._windows = windows
         self._run, self._model, self._threads = run, model, min(threads, CORES)
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
         policy = run.policy
-        self._attends = not (policy.selects and not policy.chooses and not isinstance(policy, EvidencePolicy))
+        self._attends = not policy.selects or policy.chooses or isinstance(policy, EvidencePolicy)
         self._step_X[Step.PART] = PART if self._attends else np.iinfo(np.int64).max
-        self._real_X[Real.REST] = run.policy.config.codescan.rest
+        self._real_X[Real.REST] = policy.config.codescan.rest
         self._layers = [layer for layer in range(len(self._layer_LX)) if layer not in windows.layers]
-        self._sparse = [layer for layer in self._layers if layer not in run.policy.config.dense_layers]
+        self._sparse = [layer for layer in self._layers if layer not in policy.config.dense_layers]
         self._layer_LX[:, Word.LEFT_DENSE] = 1
         self._layer_LX[self._sparse, Word.LEFT_DENSE] = 0
         self._buffers: dict[str, torch.Tensor] = {}
@@ -100,10 +94,8 @@ class CompiledSteps:
         W = max(map(len, brought))
         if all(len(row) == W for row in tokens):
             return logits_XV
-        padded = logits_XV.new_zeros(len(brought), W, logits_XV.shape[1])
-        for row, part in enumerate(torch.split(logits_XV, [len(row) for row in tokens])):
-            padded[row, W - len(part) :] = part
-        return padded.flatten(0, 1)
+        parts = torch.split(logits_XV, [len(row) for row in tokens])
+        return torch.cat([pad(part, (0, 0, W - len(part), 0)) for part in parts])
 
     def ahead(self, token_B: torch.Tensor) -> None:
         """Do nothing: a CPU has no time of its own."""
@@ -189,10 +181,9 @@ class CompiledSteps:
 
     def _with_evidence(self, last: int) -> None:
         # some layers at a time, whose slow requests' logits the policy then selects by
-        run, step, slow = self._run, self._step_X, self._run.batch_pass.slow
-        size = len(slow), int(step[Step.HEADS]), int(step[Step.GROUP]), run.batch_pass.longest
+        run, step, batch_pass, begin = self._run, self._step_X, self._run.batch_pass, 0
+        size = len(batch_pass.slow), int(step[Step.HEADS]), int(step[Step.GROUP]), batch_pass.longest
         together = max(1, EVIDENCE // int(np.prod(size)))
-        begin = 0
         for first in range(0, len(self._sparse), together):
             layers = self._sparse[first : first + together]
             logits_LRHGT = torch.empty(len(layers), *size)
@@ -201,7 +192,11 @@ class CompiledSteps:
             self._call(begin, end)
             begin = end
             for index, logits_RHGT in zip(layers, logits_LRHGT, strict=True):
-                self._hand_over(index, logits_RHGT)
+                layer = Layer(run, index, **run.options[index])
+                for row, logits_HGT in zip(batch_pass.slow, logits_RHGT, strict=True):
+                    logits_1HG1T = logits_HGT[None, :, :, None, : run.requests[row].length]
+                    query_1HG1D = self._buffers["last"][row, None, :, :, None]  # their shape alone counts
+                    hand_over(layer, (row,), query_1HG1D, Handed(layer, logits_1HG1T))
 
     def _between_calls(self, last: int) -> None:
         # a layer's first stages, the engine's attention, and the layer's other stages with the next one's first
@@ -219,15 +214,6 @@ class CompiledSteps:
             self._buffers["out"].copy_(out_BHGTE.permute(0, 3, 1, 2, 4)[row_X, place_X].flatten(1))
         self._call(begin, last)
 
-    def _hand_over(self, index: int, logits_RHGT: torch.Tensor) -> None:
-        run = self._run
-        layer = Layer(run, index, **run.options[index])
-        for place, row in enumerate(run.batch_pass.slow):
-            length = run.requests[row].length
-            logits_1HG1T = logits_RHGT[place, None, :, :, None, :length]
-            query_1HG1D = self._buffers["last"][row, None, :, :, None]  # their shape alone counts
-            hand_over(layer, (row,), query_1HG1D, Handed(layer, logits_1HG1T))
-
     def _note_choices(self) -> None:
         run, heard = self._run, bool(self._step_X[Step.DIAGNOSES])
         rows = {row: row for row in run.batch_pass.fast}
@@ -240,15 +226,13 @@ class CompiledSteps:
             note(run, (index,), rows, Selection(choice_BHK, diagnostics))
 
     def _count(self) -> None:
-        run, layers = self._run, len(self._layers)
+        run, layers, sparse = self._run, len(self._layers), len(self._sparse)
         run.meter.count("step.compiled")
-        if not self._attends:  # the engine counts
-            return
-        slow, fast = len(run.batch_pass.slow), len(run.batch_pass.fast)
-        dense = layers - len(self._sparse)
-        run.meter.count("numba.dense_attention", slow * layers + fast * dense)
-        run.meter.count("numba.sparse_attention", fast * len(self._sparse))
-        run.meter.count("numba.code_scan", fast * len(self._sparse) * run.policy.chooses)
+        if self._attends:  # else the engine counts
+            slow, fast = len(run.batch_pass.slow), len(run.batch_pass.fast)
+            run.meter.count("numba.dense_attention", slow * layers + fast * (layers - sparse))
+            run.meter.count("numba.sparse_attention", fast * sparse)
+            run.meter.count("numba.code_scan", fast * sparse * run.policy.chooses)
 
     def _make_room(self, X: int, most: int) -> None:
         # buffers for X tokens, `most` of a request; kept from step to step
@@ -295,14 +279,14 @@ class CompiledSteps:
             self._layer_LX[:, word] = [part.data_ptr() for part in self._buffers[name]]
 
     def _call(self, first: int, last: int) -> None:
-        from sfi_kernels.loops import calls  # noqa: PLC0415 - brings numba
+        from sfi_kernels.loops import views  # noqa: PLC0415 - brings numba
         from sfi_kernels.loops.step import run_stages  # noqa: PLC0415
         from sfi_kernels.loops.step_heads import choose  # noqa: PLC0415
 
         step = self._step_X
         if not step[Step.PRODUCT]:
-            step[Step.PRODUCT] = calls.product.address
-            reads = calls.read_float32, calls.read_bfloat16, calls.read_float16
+            step[Step.PRODUCT] = views.product.address
+            reads = views.read_float32, views.read_bfloat16, views.read_float16
             step[Step.READ] = reads[step[Step.KIND]].address
         if step[Step.CHOOSES] and not step[Step.CHOOSE]:
             step[Step.CHOOSE] = choose.address

@@ -7,10 +7,8 @@ import torch
 
 from sfi_core.engine.run import Run
 from sfi_core.errors import NumericsError
-from sfi_core.machine.private import multiplies_natively
-from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.dense_attention.with_logits import with_logits
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.compiled import fastest
+from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
 from sfi_kernels.step_descriptor import StepDescriptor
@@ -21,12 +19,11 @@ FEW = 8  # queries of a request that compiled loops take sooner than matrix prod
 class Layer:
     """A view of one layer of a run, whose store already holds the layer's new keys and values.
 
-    `left_dense` says whether the layer is one of `dense_layers`; `in_place` is `Run.in_place`, `chooses` whether
-    the policy chooses for the whole batch here. The ops take
-    `logit_options`, the scale and soft cap of the logits, or `options`, which have the learned sink logits
-    too. `dense_heads` has by row the KV heads that read everything, if the policy mixes heads in a step.
-    `new` are the pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last; None if the host
-    does not hand them over. `later` are selections to run after the watchers.
+    The layer is `left_dense` if it is one of `dense_layers`; `chooses` says whether the policy chooses for the whole
+    batch here. The ops take `logit_options`, the scale and soft cap of the logits, or `options`, which have the learned
+    sink logits too. `dense_heads` has by row the KV heads that read everything, if the policy mixes heads in a step.
+    `new` are the pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last, if the host hands them over.
+    `later` are selections to run after the watchers.
     """
 
     def __init__(
@@ -72,18 +69,12 @@ class Layer:
 
     def decodes_by(self, query_1HGWD: torch.Tensor) -> str:
         """Return the backend of dense attention with a decoding request's queries: numba's loops take a few."""
-        few = query_1HGWD.shape[3] <= FEW and self.run.store.whole_on_device
-        return (
-            fastest(self.backend, query_1HGWD.device, self.pages.key_PHND, self.pages.value_PHNE)
-            if few
-            else self.backend
-        )
+        if query_1HGWD.shape[3] > FEW or not self.run.store.whole_on_device:
+            return self.backend
+        return fastest(self.backend, query_1HGWD.device, self.pages.key_PHND, self.pages.value_PHNE)
 
     def dense_with_logits(self, row: int, query_1HGWD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as `dense` does; also return the last query's logits, [1, H, G, 1, T]: the evidence.
-
-        Over a store of two tiers there must be one query: lossless runs, which have several, refuse a device budget.
-        """
+        """Attend as `dense` does, over two tiers with one query; also return the last one's logits: the evidence."""
         store, by = self.run.store, self.decodes_by(query_1HGWD)
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, self.run.requests[row].length)
@@ -91,15 +82,10 @@ class Layer:
         # quicker than one pass for both
         if by != "numba" and query_1HGWD.shape[3] > 1 and query_1HGWD.dtype == torch.float32:
             return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
-        native = multiplies_natively(query_1HGWD.dtype)
-        return with_logits.on(by)(query_1HGWD, *self._whole(row), **self.options, native=native)
+        return dense_attention_with_logits.on(by)(query_1HGWD, *self._whole(row), **self.options)
 
     def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
-        """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are.
-
-        Builds of PyTorch have given NaN for bfloat16 on some processors. The logits tell of it too, but not why, and
-        transformers' own `generate` does not look at them.
-        """
+        """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are (bfloat16)."""
         if out_1HGWE.device.type != "cpu" or bool(out_1HGWE.isfinite().all()) or not self.run.store.whole_on_device:
             return
         key_PHND, value_PHNE, (table_P,), _ = self._whole(row)
@@ -125,14 +111,12 @@ class Layer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend densely with some KV heads of a request, one by one, so that no head is copied.
 
-        Return the output of these heads, [1, R, G, 1, E], and with `evidence` the logits of all heads,
-        [1, H, G, 1, T], -inf for heads not asked for.
+        Return their output, [1, R, G, 1, E], and with `evidence` all heads' logits, -inf for heads not asked for.
         """
         store, length = self.run.store, self.run.requests[row].length
         sink_HG, logits, outs = self.options["sink_HG"], None, []
         if evidence:
-            size = (*query_1HG1D.shape[:4], length)
-            logits = query_1HG1D.new_full(size, -torch.inf, dtype=torch.float32)
+            logits = query_1HG1D.new_full((*query_1HG1D.shape[:4], length), -torch.inf, dtype=torch.float32)
         for head in heads:
             only, blocks = slice(head, head + 1), store.blocks(self.index, row, length, head)
             options = {**self.logit_options, "sink_HG": None if sink_HG is None else sink_HG[only]}
@@ -152,8 +136,7 @@ class Layer:
                 longest=chosen.longest,
             )  # fmt: skip
             return made
-        size = (*query_RHGWD.shape[:4], chosen.longest)
-        made = query_RHGWD.new_full(size, -torch.inf, dtype=torch.float32)
+        made = query_RHGWD.new_full((*query_RHGWD.shape[:4], chosen.longest), -torch.inf, dtype=torch.float32)
         for place, row in enumerate(rows):
             length, only = self.run.requests[row].length, slice(place, place + 1)
             blocks = store.blocks(self.index, row, length)

@@ -1,13 +1,19 @@
-"""What a pass does to the numbers of its requests; the same for every host."""
+"""What a pass does to the numbers of its requests, the same for every host; and the counters and clock of a run."""
 
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
+
+import torch
 
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import AuditConfig
+from sfi_core.state.kv_store import Recall
 from sfi_core.state.request import RequestState
+from sfi_kernels.compiled import clock, compiling_seconds
 from sfi_kernels.step_descriptor import FAST, IDLE, PROMPT, SLOW
 
 Shape = Mapping[str, Any]  # fields of `StepEvent` that all requests of a batch's step share
@@ -15,10 +21,9 @@ Shape = Mapping[str, Any]  # fields of `StepEvent` that all requests of a batch'
 
 @dataclass(frozen=True, slots=True)
 class RequestPass:
-    """What one request does in a forward pass; a batch may mix all kinds.
+    """What one request does in a forward pass: `kind` is IDLE, PROMPT (reads a piece of it), FAST or SLOW (decodes).
 
-    `kind` is IDLE, PROMPT (reads a piece of its prompt), FAST or SLOW (decodes), and `reason` why it is slow.
-    `ends_prompt` says whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
+    `reason` says why it is slow, `ends_prompt` whether the piece is the prompt's last: step 0, which is slow (g_0 = 1).
     """
 
     kind: int = IDLE
@@ -37,15 +42,15 @@ class RequestPass:
         return cls(PROMPT, count, "first", ends) if count else cls()
 
     @classmethod
-    def decode(cls, *, slow: bool, reason: str, count: int = 1) -> Self:
-        """Decode one token, or verify: attend densely with `count` tokens, causally."""
-        return cls(SLOW if slow else FAST, count, reason)
+    def decode(cls, reason: str, count: int = 1) -> Self:
+        """Decode one token, densely for a reason, or verify: attend densely with `count` tokens, causally."""
+        return cls(SLOW if reason else FAST, count, reason)
 
 
 def plan_step(policy: Policy, states: Sequence[RequestState]) -> list[RequestPass]:
     """Ask the policy what each request does in the next step."""
     return [
-        RequestPass() if state.finished else RequestPass.decode(slow=bool(reason), reason=reason)
+        RequestPass() if state.finished else RequestPass.decode(reason)
         for state, reason in zip(states, policy.plan(states), strict=True)
     ]
 
@@ -59,17 +64,14 @@ def enter(state: RequestState, request: RequestPass, policy: Policy) -> None:
         state.begin(slow=True, reason=request.reason, new_tokens=request.count)
         state.prompt_tokens = state.length - len(state.tokens)
     else:
-        slow = request.kind == SLOW
-        state.begin(slow=slow, reason=request.reason, new_tokens=request.count, steps=request.count)
+        slow, count = request.kind == SLOW, request.count
+        state.begin(slow=slow, reason=request.reason, new_tokens=count, steps=count)
     config = policy.config
     state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 
 
 class Reads(NamedTuple):
-    """What a step of a request reads, in tokens' worth of keys and values per KV head, the mean over layers.
-
-    `attended` is what attention reads, `selecting` what choosing does; `cache read` is the sum of both.
-    """
+    """What attention and choosing read in a step, in tokens' worth of keys and values per KV head and layer."""
 
     attended: float
     selecting: float = 0.0
@@ -78,38 +80,12 @@ class Reads(NamedTuple):
     def of(
         cls, state: RequestState, policy: Policy, layers: int, dense_layers: int, mixed: float | None = None
     ) -> Self:
-        """Count the step under way; the arguments are those of `RequestState.attended`.
-
-        A slow step reads everything already, so that its selection adds no read.
-        """
+        """Count the step under way, as `RequestState.attended`; the selection of a slow step adds no read."""
         chosen = 0.0 if state.slow else policy.selection_tokens(state) * (layers - dense_layers) / max(1, layers)
         return cls(state.attended(layers, dense_layers, mixed), chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenStep:
-    """A request's step whose token is not known yet; `fields` are those of its `StepEvent` that are known."""
-
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, state: RequestState, audit: AuditConfig | None, batch_step: int, reads: Reads) -> Self:
-        """Note the step that a request has entered."""
-        audited = audit is not None and audit.due(state.step, slow=state.slow)
-        return cls({**step_fields(state, batch_step, reads), "audited": audited})
-
-    def close(self, state: RequestState, token: int, **more: Any) -> StepEvent:
-        """Note the step's token x_t, count the step, and return its event; `more` are its other fields."""
-        event = StepEvent(**self.fields, token_id=token, **more)
-        state.tokens.append(token)
-        if event.slow:
-            state.tally.count_slow(event.step, event.reason)
-        if event.step > 0:
-            state.tally.count_reads(event.attended_tokens, event.context_tokens, event.selection_tokens)
-        return event
-
-
-def step_fields(state: RequestState, batch_step: int, reads: Reads) -> dict[str, Any]:
+def step_fields(state: RequestState, batch_step: int, reads: Reads, audit: AuditConfig | None = None) -> dict[str, Any]:
     """Return the fields of a request's `StepEvent` that are known before its token."""
     return {
         "request": state.request,
@@ -122,17 +98,25 @@ def step_fields(state: RequestState, batch_step: int, reads: Reads) -> dict[str,
         "attended_tokens": reads.attended,
         "selection_tokens": reads.selecting,
         "context_tokens": state.length,
+        "audited": audit is not None and audit.due(state.step, slow=state.slow),
     }
+
+
+def close_step(fields: Mapping[str, Any], state: RequestState, token: int, **more: Any) -> StepEvent:
+    """Note the token x_t of a step with `step_fields`, count the step, and return its event, which has `more`, too."""
+    event = StepEvent(**fields, token_id=token, **more)
+    state.tokens.append(token)
+    if event.slow:
+        state.tally.count_slow(event.step, event.reason)
+    if event.step > 0:
+        state.tally.count_reads(event.attended_tokens, event.context_tokens, event.selection_tokens)
+    return event
 
 
 def step_shape(
     slow: Sequence[RequestState], fast: Sequence[RequestState], moved: Callable[[RequestState], float] | None
 ) -> dict[str, Any]:
-    """Return what the requests of a batch's step share, before they close it.
-
-    `slow` read everything, prompts included. `moved` returns the bytes that attention reads for a request;
-    None leaves the bytes out.
-    """
+    """Return what the requests of a batch's step share; `moved` are the bytes read for a request, if known."""
     states = (*slow, *fast)
     shape: dict[str, Any] = {
         "slow_requests": len(slow),
@@ -142,3 +126,80 @@ def step_shape(
     if moved is not None:
         shape["moved_bytes"] = round(sum(map(moved, states)))
     return shape
+
+
+def steady_seconds(laps: Mapping[tuple[int, ...], Sequence[float]]) -> float:
+    """Return the seconds of steps, given by kind, if each took the median of its kind: no first run, no hiccup."""
+    return sum(len(seconds) * statistics.median(seconds) for seconds in laps.values())
+
+
+@dataclass(slots=True)
+class Meter:
+    """The counters and the clock of one run; times are of `sfi_kernels.compiled.clock`.
+
+    `paths`, `kernels`, `not_replayed`, `not_compiled` and the seconds are those of `RunReport` and `TierReport`. The
+    step under way was `replayed` or not. `row_bytes` are the number of layers counted, and a token's bytes of keys and
+    values in those that are always dense, and in the others. `recalled` counts rows from the host by the bytes of a
+    row, int64, on the device. `laps` has the seconds of decoding steps without recording, by their number of slow and
+    of fast requests. The run was made at `born`; the step under way `began`, and the last one `ended`.
+    """
+
+    paths: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+    not_replayed: str = ""
+    not_compiled: str = ""
+    replayed: bool = False
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    recording_seconds: float = 0.0
+    laps: dict[tuple[int, ...], list[float]] = field(default_factory=lambda: defaultdict(list))
+    row_bytes: tuple[int, int, int] = (0, 0, 0)
+    recalled: dict[int, torch.Tensor] = field(default_factory=dict)
+    recall_seconds: float = 0.0
+    born: float = field(default_factory=clock)
+    began: float = field(default_factory=clock)
+    ended: float = 0.0
+    _compiled: float = field(default_factory=compiling_seconds)
+    _recorded: float = 0.0
+
+    def count(self, path: str, times: int = 1) -> None:
+        """Count calls of a path."""
+        self.paths[path] += times
+
+    def count_recall(self, step: int, brought: Recall) -> None:
+        """Count a recall of a decoding step; those of step 0 belong to reading the prompt."""
+        if step > 0:
+            rows, size = brought.rows_RH.sum(), brought.row_bytes
+            self.recalled[size] = self.recalled[size] + rows if size in self.recalled else rows
+            self.recall_seconds += brought.waited
+
+    @property
+    def recalled_bytes(self) -> int:
+        """Recalled bytes; waits for the device."""
+        return sum(size * int(rows) for size, rows in self.recalled.items())
+
+    def begin(self) -> None:
+        """Start the clock of a step."""
+        self.replayed, self._recorded = False, self.recording_seconds
+        self.began = clock()
+
+    def lap(self, kind: tuple[int, ...] | None = None, *, prefill: bool) -> float:
+        """End the step and return its seconds; those of a decoding step with a `kind` are kept."""
+        self.ended = clock()
+        if prefill:
+            self.prefill_seconds += self.lasted
+        else:
+            self.decode_seconds += self.lasted
+            if kind is not None:
+                self.laps[kind].append(self.lasted - self.recording_seconds + self._recorded)
+        return self.lasted
+
+    @property
+    def compiling_seconds(self) -> float:
+        """The seconds that numba compiled since the run was made."""
+        return compiling_seconds() - self._compiled
+
+    @property
+    def lasted(self) -> float:
+        """The seconds of the last step that has ended."""
+        return self.ended - self.began

@@ -2,16 +2,16 @@
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 import torch
 
-from sfi_core.engine.derived_runs import open_row
 from sfi_core.engine.lossless import Block, DraftRule, Drafts, Outcome
 from sfi_core.engine.picking import Picker
 from sfi_core.engine.run import Run
 from sfi_core.state.request import RequestState
+from sfi_kernels.compiled import clock
 
 NewTokens = dict[int, list[int]]  # by request; a request without a new token is missing
 
@@ -56,11 +56,10 @@ class Host(Protocol):
 
 @dataclass(slots=True)
 class Loop:
-    """Decodes prompts, more than the batch has rows if need be.
+    """Decodes prompts, more than the batch has rows if need be; `limits` are the most new tokens of each.
 
-    The first prompts are read together. When a request ends, the next prompt is read into its row, alone and
-    whole, while the others wait; then all go on together. `limits` are the most new tokens of each prompt,
-    `waiting` the requests that have not begun.
+    The first prompts are read together. When a request ends, the next of those `waiting` is read into its row, alone
+    and whole, while the others wait; then all go on together.
     """
 
     host: Host
@@ -81,12 +80,7 @@ class Loop:
             token_B = yield from self._give(run, self.sampler, self.host.step(token_B))
 
     def decode_lossless(self, outcome: Outcome | None = None) -> Generator[NewTokens]:
-        """Yield the new tokens of each pass: none where a request drafts, one or more where it verifies.
-
-        The tokens are full attention's: a drafted token counts once a dense pass over the draft has picked
-        the same one, with the same random numbers. For benchmarks, `outcome` decides how much of a draft is
-        kept; None compares the picks.
-        """
+        """Yield full attention's tokens of each pass: none where a request drafts, one or more where it verifies."""
         token_B = yield from self._first()
         host, sampler = self.host, self.sampler
         drafts = Drafts(host.run, host.draft_rule(), self.limits, outcome)
@@ -121,8 +115,8 @@ class Loop:
         return token_B
 
     def _admit(self, token_B: list[int]) -> Generator[NewTokens, None, list[int]]:
-        # begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended. A
-        # request that ends with its first token gives its row to the next
+        # begin waiting requests in free rows, also in that of one that ends with its first token; return all rows'
+        # tokens, [] once all requests have ended
         run, token_B = self.host.run, list(token_B)
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:
@@ -142,11 +136,39 @@ class Loop:
         return token
 
 
-def left_pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad on the left; return ids and mask, [B, T].
+def open_row(run: Run, row: int, state: RequestState) -> Run:
+    """Give the row of an ended request to another; return a run of that alone, over the memory."""
+    run.left.append(forget(run, row))
+    state.tally.queued_seconds = clock() - run.meter.born
+    run.requests[row] = state
+    only, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
+    alone = replace(
+        run,
+        store=run.store.row(row),
+        engine=replace(run.engine, overlap=False, graphs=False),  # one prompt: no step to replay
+        attend=None,
+        left=[],
+        segments={layer: run.segment(layer).row(row) for layer in packed},
+        batch_codes={layer: codes.of(only) for layer, codes in run.batch_codes.items()},
+        recorded=True,
+        _batch_pass=None,
+    )
+    alone.requests = [state]
+    return alone
 
-    Padding repeats a row's first token, so that a repetition penalty sees no token that the row lacks.
-    """
+
+def forget(run: Run, row: int) -> RequestState:
+    """Drop the notes of policy and watchers on a row's request; return the request's state."""
+    ended = run.requests[row]
+    for key in [key for key in run.notes if key[0] == ended.request]:
+        del run.notes[key]
+    for watcher in run.watchers:
+        watcher.forget(ended.request)
+    return ended
+
+
+def left_pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad on the left with a row's first token, which no repetition penalty minds; return ids and mask, [B, T]."""
     width = max(map(len, rows))
     ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)

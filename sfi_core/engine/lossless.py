@@ -1,8 +1,4 @@
-"""Lossless decoding: fast steps draft, a slow step over the drafted tokens verifies them.
-
-`DraftRule` says when a draft is verified, and how long it may grow; `Drafts` are begun, verified, and accepted or taken
-back.
-"""
+"""Lossless decoding: fast steps draft, a slow step over the drafted tokens verifies them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +11,7 @@ from sfi_core.engine.ledger import Reads, RequestPass, Shape, step_fields
 from sfi_core.engine.run import Run
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
 from sfi_core.observers.observer import HeldSelections
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_core.state.request import RequestState
 
 # the cost of a fast step as a share of a verification's, from the cached tokens and those a fast step reads
@@ -29,9 +25,7 @@ TRIED, KEPT = 20.0, 19.9
 class DraftRule:
     """Decides for each request whether its next pass drafts one more token or verifies.
 
-    Attributes:
-        cost: The cost of a fast step relative to a verification, in (0, 1]; None if unknown.
-        selecting: Tokens' worth that a fast step reads to select; `Policy.selection_tokens`.
+    `cost` is in (0, 1]; None if unknown. `selecting` is `Policy.selection_tokens`.
     """
 
     config: DraftConfig
@@ -42,21 +36,17 @@ class DraftRule:
     def reason(self, state: RequestState, room: int, planned: str) -> str:
         """Return why a request verifies now, or "" if it drafts.
 
-        Args:
-            state: The request; its last tokens are the draft.
-            room: Tokens that it may still generate, the drafted ones included.
-            planned: The policy's reason for a slow step; "" for a fast one.
+        It may still generate `room` tokens, drafted ones included. `planned` is the policy's reason for a slow step.
         """
-        drafted = state.drafted
         if not state.fresh:
             return "rejected"
         if planned:
             return planned
-        if drafted + 1 >= room:  # a verification gives one token more than it tests
+        if state.drafted + 1 >= room:  # a verification gives one token more than it tests
             return "room"
-        if drafted and state.tokens[-1] in self.stop_ids:
+        if state.drafted and state.tokens[-1] in self.stop_ids:
             return "stop"
-        return "limit" if drafted >= self.limit(state) else ""
+        return "limit" if state.drafted >= self.limit(state) else ""
 
     def limit(self, state: RequestState) -> int:
         """Return how many tokens a request drafts at most before a verification."""
@@ -89,12 +79,9 @@ Outcome = Callable[[RequestState, Sequence[int], Sequence[int]], int]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The input tokens of a request in a pass.
+    """The input `tokens` of a request in a pass: the last verified one and the draft, or to draft the last of these.
 
-    Attributes:
-        tokens: To verify: the last verified token and the draft. To draft: the last of these alone.
-        drafted: The draft so far.
-        reason: Why the request verifies; "" if it drafts.
+    `drafted` is the draft so far, `reason` why the request verifies; "" if it drafts.
     """
 
     tokens: tuple[int, ...]
@@ -104,27 +91,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A drafting step, kept until its token is verified.
-
-    Attributes:
-        event: Sent to the observer if the token is accepted.
-        logits_V: The logits that the token was picked from; None if no observer compares them.
-    """
+    """A drafting step, kept until its token is verified; then the observer gets the `event` of an accepted one."""
 
     event: StepEvent
-    logits_V: torch.Tensor | None
+    logits_V: torch.Tensor | None  # that the token was picked from; None if no observer compares them
 
 
 @dataclass(slots=True)
 class Drafts:
-    """The drafts of one run.
+    """The drafts of one run, from the end of its prompts; `limits` are the most new tokens of each request.
 
-    Attributes:
-        run: The run, after its prompts.
-        limits: The most new tokens of each request.
-        outcome: Decides how many drafts are accepted, for benchmarks with random weights; None accepts the
-            drafts that full attention picks too.
-        blocks: Each row's input of the pass under way; None for an idle row.
+    `outcome` decides how many drafts are accepted, for benchmarks with random weights; None accepts those that full
+    attention picks too. `blocks` has each row's input of the pass under way; None for an idle row.
     """
 
     run: Run
@@ -143,10 +121,7 @@ class Drafts:
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
     def plan(self) -> list[Block | None]:
-        """Decide about the next pass: each request drafts one more token, verifies its draft, or is idle.
-
-        A verification starts at the last verified token and overwrites the draft's keys and values.
-        """
+        """Decide about the next pass; a verification overwrites the keys and values of the draft that it takes back."""
         run = self.run
         rows = zip(run.requests, run.policy.plan(run.requests), strict=True)
         self.blocks = [None if state.finished else self._block(state, planned) for state, planned in rows]
@@ -157,34 +132,24 @@ class Drafts:
 
     def begin(self) -> None:
         """Enter the pass that is planned."""
-        self.run.begin(
-            [
-                RequestPass()
-                if block is None
-                else RequestPass.decode(slow=bool(block.reason), reason=block.reason, count=len(block.tokens))
-                for block in self.blocks
-            ]
-        )
+        passes = [
+            RequestPass.decode(block.reason, len(block.tokens)) if block is not None else RequestPass()
+            for block in self.blocks
+        ]
+        self.run.begin(passes)
 
     def positions(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
         """Return the row of every token to pick, how many drafted tokens precede it, and which."""
-        row_X, offset_X, tail_X = [], [], []
-        for row, block in enumerate(self.blocks):
-            if block is None:
-                continue
-            counts = range(len(block.drafted) + 1) if block.reason else [len(block.drafted)]
-            for count in counts:
-                row_X.append(row)
-                offset_X.append(count)
-                tail_X.append(block.drafted[:count])
-        return row_X, offset_X, tail_X
+        tails = [
+            (row, block.drafted[:count])
+            for row, block in enumerate(self.blocks)
+            if block is not None
+            for count in range(0 if block.reason else len(block.drafted), len(block.drafted) + 1)
+        ]
+        return [row for row, _ in tails], [len(tail) for _, tail in tails], [tail for _, tail in tails]
 
     def record(self, token_X: Sequence[int], logits_XV: torch.Tensor) -> list[list[int]]:
-        """Note the tokens picked at every position of the pass, request after request.
-
-        Returns:
-            The new tokens of each row: none if it drafted, at least one if it verified.
-        """
+        """Note the tokens picked at every position of the pass; return those that each row's verification gives."""
         run, place = self.run, 0
         run.settle_selected()
         given: list[list[int]] = []
@@ -192,13 +157,11 @@ class Drafts:
         for state, block in zip(run.requests, self.blocks, strict=True):
             positions = slice(place, place + (len(block.tokens) if block else 0))
             place = positions.stop
-            if block is None:
-                given.append([])
-            elif block.reason:
-                given.append(self._verified(state, block, token_X[positions], logits_XV[positions]))
-            else:
+            given.append([])
+            if block is not None and block.reason:
+                given[-1] = self._verified(state, block, token_X[positions], logits_XV[positions])
+            elif block is not None:
                 self._drafted(state, token_X[positions.start], logits_XV[positions.start])
-                given.append([])
         run.recorded = True
         return given
 
@@ -212,27 +175,28 @@ class Drafts:
     def _block(self, state: RequestState, planned: str) -> Block:
         verified = len(state.tokens) - state.drafted
         room = self.limits[state.request] - verified
-        reason = self.rule.reason(state, room, planned)
-        draft = tuple(state.tokens[verified:])
-        if reason:
-            return Block((state.tokens[verified - 1], *draft), draft, reason)
-        return Block((state.tokens[-1],), draft)
+        reason, draft = self.rule.reason(state, room, planned), tuple(state.tokens[verified:])
+        return Block((state.tokens[verified - 1], *draft) if reason else (state.tokens[-1],), draft, reason)
 
     def _take_back(self, state: RequestState) -> None:
-        state.take_back(state.drafted)
-        if state.drafted > self.run.policy.config.recent:
-            self.run.forget_sums(self.run.requests.index(state), state.length)
+        state.step -= state.drafted
+        state.length -= state.drafted
+        del state.tokens[len(state.tokens) - state.drafted :]
+        if state.drafted > self.run.policy.config.recent:  # sums of values begin anew where they include what is gone
+            row = self.run.requests.index(state)
+            for codes in self.run.batch_codes.values():
+                codes.summed_BH[row].masked_fill_(codes.summed_BH[row] > state.length, 0)
         state.drafted = 0
         for (request, _), note in self.run.notes.items():
             if request == state.request:
                 self.run.policy.rewind(note, state.length)
 
     def _drafted(self, state: RequestState, token: int, logits_V: torch.Tensor) -> None:
-        run, tally = self.run, state.tally
+        run = self.run
         state.finish_step(token)
         state.drafted += 1
         reads = run.reads(state)
-        tally.count_reads(reads.attended, 0, reads.selecting)
+        state.tally.count_reads(reads.attended, 0, reads.selecting)
         fields = step_fields(state, run.step, reads)
         event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
         logits = logits_V.clone() if self._compares else None
@@ -242,9 +206,9 @@ class Drafts:
         self, state: RequestState, block: Block, token_W: Sequence[int], logits_WV: torch.Tensor
     ) -> list[int]:
         run, tally, drafted = self.run, state.tally, len(block.drafted)
-        accepted = (
-            matching(block.drafted, token_W) if self.outcome is None else self.outcome(state, block.drafted, token_W)
-        )
+        accepted = matching(block.drafted, token_W)
+        if self.outcome is not None:
+            accepted = self.outcome(state, block.drafted, token_W)
         given = until_stop(token_W[: accepted + 1], self.rule.stop_ids)
         kept, read = len(given) - 1, state.length
         state.length -= drafted - kept
@@ -280,27 +244,21 @@ class Drafts:
             elapsed_us=self._shape["elapsed_us"],
         )  # fmt: skip
         run.observer.on(event)
-        self._compare(state, steps[: kept + 1], logits_WV, state.step - kept)
+        ours = [step.logits_V for step in steps[: kept + 1] if step.logits_V is not None]
+        if ours:
+            compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
+            tested = tuple(range(state.step - kept, state.step - kept + len(ours)))
+            run.observer.on(LogitsEvent(requests=(state.request,) * len(ours), steps=tested, **compared))
         for step in steps[:kept]:
             run.observer.on(step.event)
         other = block.drafted[kept] if kept < drafted else None
         fields = step_fields(state, run.step, Reads(state.length))
-        last = state.tokens[-1]
-        run.observer.on(StepEvent(**fields, token_id=last, draft_token_id=other, **self._shape))
-
-    def _compare(self, state: RequestState, tested: list[Drafted], logits_WV: torch.Tensor, first: int) -> None:
-        ours = [step.logits_V for step in tested if step.logits_V is not None]
-        if not ours:
-            return
-        compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
-        steps = tuple(range(first, first + len(ours)))
-        self.run.observer.on(LogitsEvent(requests=(state.request,) * len(ours), steps=steps, **compared))
+        run.observer.on(StepEvent(**fields, token_id=state.tokens[-1], draft_token_id=other, **self._shape))
 
 
 def matching(draft: Sequence[int], token_W: Sequence[int]) -> int:
     """Return how many tokens of a draft agree with full attention's, up to the first that does not."""
-    same = (token == other for token, other in zip(draft, token_W, strict=False))
-    return sum(1 for _ in takewhile(bool, same))
+    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(draft, token_W, strict=False))])
 
 
 def until_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> list[int]:

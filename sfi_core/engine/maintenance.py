@@ -1,94 +1,63 @@
 """The schedule of slow steps' selections: Selector, Top-K and pack on a second stream (Sec. 4.1), or together.
 
-With a second stream a layer writes its evidence to a place of a ring of buffers. The side stream reads a place after
-the main stream has written it; the main stream writes it again after the side stream has read it. At the end of the
-pass the main stream waits for all jobs.
+With a second stream a layer writes its evidence to a place of a ring of buffers, which the side stream then reads, and
+which the main stream writes again only after that. At the end of the pass the main stream waits for all jobs.
 
 Without one the evidence of several layers may wait for one call of the Selector: for short contexts its sixty
-operations cost the same for ten layers as for one. It may wait because the packed segment is read at the next step
-only; `Maintenance.join` works off the rest.
+operations cost the same for ten layers as for one. The packed segment is read at the next step only.
 """
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from sfi_core.state.side_stream import Job, SideStream, has_side_stream, side_of, stream_of
 
-# float32 numbers of evidence that the torch backend works off together: halves the Selector's time per layer
-ENOUGH = 1 << 19
-# float32 logits of layers that share launches of the triton backend, 0.1 GB
-TOGETHER = 1 << 25
+# float32 numbers of evidence that layers work off together: on torch they halve the Selector's time; on Triton, 0.1 GB
+ENOUGH, TOGETHER = 1 << 19, 1 << 25
 Item = TypeVar("Item")
 
 
-@dataclass(slots=True)
-class RingPlace:
-    """A place of the ring: a buffer of float32 evidence, which grows on demand, and the job that reads it.
-
-    The job is kept because PyTorch's allocator would reuse tensors that only another stream still reads.
-    """
-
-    buffer: torch.Tensor | None = None
-    job: Job | None = None
-
-
-@dataclass(slots=True)
-class Waiting:
-    """Items that wait to be worked off by one call of `work`; `numbers` is their size."""
-
-    work: Callable[[list[Any]], None]
-    items: list[Any] = field(default_factory=list)
-    numbers: int = 0
-
-
 class Maintenance:
-    """The schedule: the side stream and the ring of buffers that it reads, or the items that wait for each other.
-
-    `together` says that items wait, up to `enough` numbers.
-    """
+    """The side stream and the ring of buffers that it reads, or `together` items that wait, up to `enough` numbers."""
 
     def __init__(self, side: SideStream, *, together: bool = False, enough: int = TOGETHER) -> None:
         self.side, self.together, self._enough = side, together, enough
-        self._ring = [RingPlace() for _ in range(side.places)]
+        # by place of the ring: evidence, and the job that reads it, or PyTorch's allocator would reuse its tensors
+        self._buffers: list[torch.Tensor | None] = [None] * side.places
+        self._jobs: list[Job | None] = [None] * side.places
         self._next = 0
-        self._waiting: dict[Hashable, Waiting] = {}
+        self._waiting: dict[Hashable, list[tuple[Any, int, Callable[[list[Any]], None]]]] = {}
 
     def room(self, numbers: int, device: torch.device) -> torch.Tensor:
         """Return a buffer of at least `numbers` float32 for the next item's evidence."""
         if self.together:
             return torch.empty(numbers, dtype=torch.float32, device=device)
-        place = self._ring[self._next]
         self.side.wait(self._next)
-        place.job = None
-        if place.buffer is None or place.buffer.numel() < numbers:
-            place.buffer = torch.empty(numbers, dtype=torch.float32, device=device)
-        return place.buffer
+        self._jobs[self._next], buffer = None, self._buffers[self._next]
+        if buffer is None or buffer.numel() < numbers:
+            buffer = self._buffers[self._next] = torch.empty(numbers, dtype=torch.float32, device=device)
+        return buffer
 
     def submit(
         self, item: Item, work: Callable[[list[Item]], None], *, alike: Hashable | None = None, numbers: int = 0
     ) -> None:
         """Work an item off on the side stream, which reads the last buffer of `room`, or with others of equal `alike`.
 
-        Items wait until they are enough, or for `join`; an `alike` of None never waits. `numbers` is the item's size.
-        The `work` of a group's first item is called with all of them, in order.
+        Those wait until their `numbers` are enough, or for `join`, unless `alike` is None. The `work` of the first of a
+        group is called with all of them, in order.
         """
         if self.together and alike is not None:
-            waiting = self._waiting.setdefault(alike, Waiting(work))
-            waiting.items.append(item)
-            waiting.numbers += numbers
-            if waiting.numbers >= self._enough:
+            waiting = self._waiting.setdefault(alike, [])
+            waiting.append((item, numbers, work))
+            if sum(size for _, size, _ in waiting) >= self._enough:
                 self._work_off(alike)
             return
-
-        def job() -> None:
-            work([item])
-
-        place, self._next = self._next, (self._next + 1) % len(self._ring)
-        self._ring[place].job = job
+        place, self._next = self._next, (self._next + 1) % len(self._jobs)
+        job = self._jobs[place] = partial(work, [item])
         self.side.run(place, job)
 
     def again(self) -> "Maintenance":
@@ -100,8 +69,7 @@ class Maintenance:
         for alike in list(self._waiting):
             self._work_off(alike)
         self.side.join()
-        for place in self._ring:
-            place.job = None
+        self._jobs = [None] * len(self._jobs)
 
     def drop(self) -> None:
         """Discard the waiting items of a step that broke off, and let the main stream wait for all jobs."""
@@ -110,14 +78,12 @@ class Maintenance:
 
     def _work_off(self, alike: Hashable) -> None:
         waiting = self._waiting.pop(alike)
-        waiting.work(waiting.items)
+        work = waiting[0][2]
+        work([item for item, _, _ in waiting])
 
 
 def schedule(device: torch.device, backend: str, *, overlap: bool) -> Maintenance:
-    """Return the schedule of a run: a second stream on a CUDA device with `overlap`, else layers together.
-
-    The torch backend has no kernels to run beside others: its layers always wait for each other.
-    """
+    """Return a run's schedule: a second stream on a CUDA device with `overlap`; else, and on torch, layers together."""
     if backend == "torch" or not overlap:
         return Maintenance(SideStream(), together=True, enough=ENOUGH if backend == "torch" else TOGETHER)
     return Maintenance(side_of(device, overlap=overlap))
@@ -130,10 +96,7 @@ def worked_off_together(numbers: int, layers: int, backend: str) -> int:
 
 @contextmanager
 def main_stream(device: torch.device, *, overlap: bool) -> Iterator[None]:
-    """Run the body on a stream of higher priority than the side stream.
-
-    The default stream has the lowest priority, so that the side stream could not give way to it.
-    """
+    """Run the body on a stream of higher priority than the side stream; the default stream has the lowest."""
     if not has_side_stream(device, overlap=overlap):
         yield
         return

@@ -1,9 +1,9 @@
 """Picks the next tokens from scores: the best one, or a sample by the noise of the token's index.
 
-Noise is a function of seed, request, token index and token id, without a state. Seed, request and index are hashed to a
-key. Token id v takes output v of the generator SplitMix64 seeded with the key (Steele, Lea and Flood, "Fast Splittable
-Pseudorandom Number Generators", 2014), which computes each output by itself and passes BigCrush. The integers are the
-same on every device; logarithms may differ in the last bit of a float64.
+Noise is a function of seed, request, token index and token id, without a state. The first three are hashed to a key.
+Token id v takes output v of the generator SplitMix64 seeded with the key (Steele, Lea and Flood, "Fast Splittable
+Pseudorandom Number Generators", 2014). The integers are the same on every device; logarithms may differ in the last bit
+of a float64.
 """
 
 from abc import ABC, abstractmethod
@@ -64,12 +64,10 @@ MISSING = -1
 class TokensSoFar:
     """Token ids of every row, in a buffer that doubles when it is full.
 
-    Shorter rows repeat their first token at the end; `length_B` counts each row's own, the left padding of
-    its prompt included.
+    Shorter rows repeat their first token at the end; `length_B` counts the others, left padding of a prompt included.
     """
 
     def __init__(self, ids_BT: torch.Tensor) -> None:
-        """Start with padded prompts."""
         B, T = ids_BT.shape
         self.length_B = [T] * B
         self._room_BT = _with_room(ids_BT, T)
@@ -95,12 +93,10 @@ class TokensSoFar:
         self._room_BT[row_N, place_N] = token_N
 
     def before(self, row_X: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return the tokens of rows, each followed by its own tail: [X, T], a view if possible.
-
-        Shorter ones repeat their row's first token at the end.
-        """
-        if list(row_X) == list(range(row_X[0], row_X[0] + len(row_X))):
-            ids_XT = self.ids_BT[row_X[0] : row_X[0] + len(row_X)]
+        """Return the tokens of rows, each followed by its own tail, padded likewise: [X, T], a view if possible."""
+        first, stop = row_X[0], row_X[0] + len(row_X)
+        if list(row_X) == list(range(first, stop)):
+            ids_XT = self.ids_BT[first:stop]
         else:
             ids_XT = self.ids_BT[sent(torch.tensor(row_X), self._room_BT.device)]
         longest = max(map(len, tail))
@@ -137,27 +133,21 @@ TOKEN, FINE = range(2)  # rows of `picked_2X`: the token, and whether its score 
 
 @dataclass(slots=True)
 class Row:
-    """One request of a picker.
-
-    `step` is the index of its next token among those that it generates. `noise` are the seed and the request that
-    name the noise of its draws; None takes the best token.
-    """
+    """One request of a picker."""
 
     request: int
-    noise: tuple[int, int] | None
-    step: int = 0
+    noise: tuple[int, int] | None  # the seed and the request that name that of its draws; None takes the best token
+    step: int = 0  # the index of its next token among those that it generates
 
 
 class Picker(ABC):
     """Turns logits into tokens; `rows` has the request of each row.
 
-    A sampled token has the largest sum of processed score and Gumbel noise. The noise depends on the seed,
-    the request's index and the token's index only, not on the rest of the batch or the tokens per pass.
-    `ahead` is called with a step's tokens, still on the device, before the host waits for them. `hint` ends the message
-    of an error about scores that are not finite.
+    A sampled token has the largest sum of processed score and Gumbel noise, which does not depend on the rest of the
+    batch or the tokens per pass. `ahead` is called with a step's tokens, still on the device, before the host waits.
     """
 
-    hint = ""
+    hint = ""  # ends the message of an error about scores that are not finite
     own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
 
     def __init__(
@@ -202,9 +192,8 @@ class Picker(ABC):
         with one_thread(wanted=logits_BV.device.type == "cpu" and logits_BV.numel() < CPU_PIECE):
             # else OpenMP's threads spin into the next step
             picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
-        token_B, fine_B = _read(picked_2B, self.ahead)
-        fine_B = [ok or done for ok, done in zip(fine_B, finished_B, strict=True)]
-        self._check(row_X, index_X, fine_B)
+        running_B = [None if done else index for index, done in zip(index_X, finished_B, strict=True)]
+        token_B = self._read(picked_2B, row_X, running_B, self.ahead)
         pairs = list(zip(token_B, finished_B, strict=True))
         self.advance([[] if done else [token] for token, done in pairs])
         return [PAD if done else token for token, done in pairs]
@@ -212,18 +201,13 @@ class Picker(ABC):
     def pick(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> list[int]:
-        """Pick tokens for X positions of a pass without noting them or calling `ahead`.
+        """Pick tokens for X positions of a pass without noting them or calling `ahead`; they are those of steps.
 
-        With the same row, index, context and logits the token is that of a step.
-        `offset_X` is the distance from the row's next token to the position's, 0 for the next token itself;
-        `tail` has, for each position, the tokens before it that follow the row's noted tokens.
-
-        Raise `NumericsError` if a position's logits hold NaN or +inf, or nothing finite.
+        `offset_X` is the distance from the row's next token to the position's; `tail` has, for each position, the
+        tokens before it that follow the row's noted tokens. Raise `NumericsError` likewise.
         """
         index_X = [self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)]
-        token_X, fine_X = _read(self._choose(logits_XV, row_X, index_X, tail))
-        self._check(row_X, index_X, fine_X)
-        return token_X
+        return self._read(self._choose(logits_XV, row_X, index_X, tail), row_X, index_X)
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note each row's new tokens, any number of them."""
@@ -237,7 +221,10 @@ class Picker(ABC):
         # the input of `_read`, [2, X] int64, the same on all ranks
         X, V = logits_XV.shape
         picked_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
-        key_X = self._keys(row_X, index_X, logits_XV.device)
+        key_X = None  # if no row is drawn; a row that is not drawn gets any key
+        if any(self.rows[row].noise for row in row_X):
+            keys = [noise_key(*(self.rows[row].noise or (0, 0)), at) for row, at in zip(row_X, index_X, strict=True)]
+            key_X = sent(torch.tensor(keys), logits_XV.device)
         room = CPU_PIECE if logits_XV.device.type == "cpu" else PIECE
         size = max(1, room // self.widest(V))
         for part in (slice(start, start + size) for start in range(0, X, size)):
@@ -256,31 +243,28 @@ class Picker(ABC):
             picked_2X[FINE, part] = fine_P
         return self._ranks.settle(picked_2X)
 
-    def _keys(self, row_X: Sequence[int], index_X: Sequence[int], device: torch.device) -> torch.Tensor | None:
-        # None if no row is drawn; a row that is not drawn gets any key
-        if not any(self.rows[row].noise for row in row_X):
-            return None
-        keys = [noise_key(*(self.rows[row].noise or (0, 0)), at) for row, at in zip(row_X, index_X, strict=True)]
-        return sent(torch.tensor(keys), device)
-
-    def _check(self, row_X: Sequence[int], index_X: Sequence[int], fine_X: Sequence[int]) -> None:
+    def _read(
+        self,
+        picked_2X: torch.Tensor,
+        row_X: Sequence[int],
+        index_X: Sequence[int | None],
+        ahead: Callable[[torch.Tensor], None] | None = None,
+    ) -> list[int]:
+        # the tokens; without an index a row's score need not be finite. The copy to the host goes before the work of
+        # `ahead`, so that the host does not wait for that
+        host, done = picked_2X, None
+        if picked_2X.is_cuda:
+            host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
+            host.copy_(picked_2X, non_blocking=True)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(torch.cuda.current_stream(picked_2X.device))
+        if ahead is not None:
+            ahead(picked_2X[TOKEN])
+        if done is not None:
+            done.synchronize()
+        token_X, fine_X = host.tolist()
         for row, index, fine in zip(row_X, index_X, fine_X, strict=True):
-            if not fine:
+            if index is not None and not fine:
                 where = f"step {index} in request {self.rows[row].request}{self.hint}"
                 raise NumericsError(f"logits must be finite, got NaN or infinity at {where}")
-
-
-def _read(picked_2X: torch.Tensor, ahead: Callable[[torch.Tensor], None] | None = None) -> tuple[list[int], list[int]]:
-    # the copy to the host goes before the work of `ahead`, so that the host does not wait for that
-    host, done = picked_2X, None
-    if picked_2X.is_cuda:
-        host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
-        host.copy_(picked_2X, non_blocking=True)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(torch.cuda.current_stream(picked_2X.device))
-    if ahead is not None:
-        ahead(picked_2X[TOKEN])
-    if done is not None:
-        done.synchronize()
-    token_X, fine_X = host.tolist()
-    return token_X, fine_X
+        return list(token_X)

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.meter import steady_seconds
+from sfi_core.engine.ledger import steady_seconds
 from sfi_core.engine.report_text import run_lines
 from sfi_core.engine.run import Run
 from sfi_core.settings.config import changed_settings
@@ -19,12 +19,8 @@ from sfi_core.state.two_tier import TwoTierStore
 class LosslessReport:
     """The drafts of one request of a lossless run.
 
-    Attributes:
-        verifications: Dense passes after the prompt's; each gave the accepted drafts and one token more.
-        drafted: Drafted tokens.
-        tested: Drafted tokens whose predecessors in the draft were all accepted.
-        accepted: Drafted tokens that were accepted.
-        passes_per_token: Forward passes after the prompt's, fast steps and verifications, per token.
+    Each of the `verifications`, dense passes after the prompt's, gave the `accepted` drafts and one token more. All
+    predecessors of the `tested` drafts were accepted. `passes_per_token` counts fast steps and verifications.
     """
 
     verifications: int
@@ -36,13 +32,13 @@ class LosslessReport:
     @classmethod
     def of(cls, state: RequestState) -> Self | None:
         """Sum a request up; None if it verified nothing."""
-        tally = state.tally
+        tally, decoded = state.tally, max(1, len(state.tokens) - 1)
         if not tally.verifications:
             return None
-        passes = tally.drafted + tally.verifications
+        passes = (tally.drafted + tally.verifications) / decoded
         return cls(
-            verifications=tally.verifications, drafted=tally.drafted, tested=tally.tested,
-            accepted=tally.accepted, passes_per_token=passes / max(1, len(state.tokens) - 1),
+            verifications=tally.verifications, drafted=tally.drafted, tested=tally.tested, accepted=tally.accepted,
+            passes_per_token=passes,
         )  # fmt: skip
 
 
@@ -53,24 +49,18 @@ class RequestReport:
     Attributes:
         token_ids: Generated tokens, a stop token included.
         finish_reason: "stop", "length", "interrupted" or "error".
-        slow_steps: Steps with g_t = 1, step 0 included; in a lossless run the verifications and step 0.
+        slow_steps: Steps with g_t = 1, those `slow_at`, step 0 included; in a lossless run the verifications likewise.
         fast_steps: All others; in a lossless run the accepted drafts.
-        slow_at: The slow steps.
-        reasons: Slow steps by reason.
         mean_attended_tokens: Tokens that attention read per decoding step, KV head and full-attention layer, without
             step 0; 0 if nothing was decoded.
         mean_selection_tokens: What choosing read, likewise, in tokens' worth: a page bound counts as a token, a key as
             half of one. The selection of a slow step adds no read.
         read_ratio: Share of the cached tokens that attention read, over the same steps; 1 if nothing was decoded.
-        selection_ratio: What choosing read, over the cached tokens.
-        cache_read_ratio: The sum of both, which is told as `cache read`.
-        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1. Our
-            cache keeps all tokens under every method.
-        lossless: The drafts of a lossless run; None otherwise.
+        selection_ratio: What choosing read likewise; `cache_read_ratio`, told as `cache read`, is the sum of both.
+        stored_ratio: Share of the tokens that the method needs to keep: `read_ratio` if it evicts the rest, else 1.
         cached_prompt_tokens: Tokens of the prompt that came from a `PromptCache`.
-        queued_seconds: Wall time from the run's beginning until the prompt began to be read.
-        prefill_seconds: From then to the first token.
-        decode_seconds: From the first token to the last, prompts of other requests read meanwhile included.
+        queued_seconds: Wall time from the run's beginning until the prompt began to be read; `prefill_seconds` from
+            then to the first token, `decode_seconds` to the last, prompts of other requests read meanwhile included.
     """
 
     prompt_tokens: int
@@ -110,8 +100,7 @@ class RequestReport:
             slow_at=list(tally.slow_at), reasons=dict(tally.reasons), lossless=LosslessReport.of(state),
             mean_attended_tokens=tally.attended / decoded, mean_selection_tokens=tally.selecting / decoded,
             read_ratio=read, selection_ratio=chosen, stored_ratio=read if evicts else 1.0,
-            cached_prompt_tokens=tally.known,
-            queued_seconds=tally.queued_seconds,
+            cached_prompt_tokens=tally.known, queued_seconds=tally.queued_seconds,
             prefill_seconds=tally.prefill_seconds, decode_seconds=tally.decode_seconds,
         )  # fmt: skip
 
@@ -126,18 +115,11 @@ class KernelReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierReport:
-    """The bytes of a run under a device budget.
+    """The bytes of a run under a device budget of `allowed_bytes`, and the `recall_seconds` that steps waited for rows.
 
-    Attributes:
-        device_bytes: On the device: recent pages, norms, resident heads, buffers, packed segments, summaries.
-        allowed_bytes: The device budget.
-        host_bytes: In host memory: all keys and values.
-        offloaded_bytes: Copied to the host.
-        recalled_bytes: Selected rows copied back in decoding steps.
-        recalled_bytes_per_step: The same, the mean over decoding steps.
-        streamed_bytes: Copied to the device for dense reads.
-        recall_seconds: Time that decoding steps waited on the host for recalled rows; 0 if recalls run on a
-            CUDA stream of their own.
+    `device_bytes` are recent pages, norms, resident heads, buffers, packed segments and summaries; `host_bytes` all
+    keys and values. Copied were `offloaded_bytes` to the host, and to the device `streamed_bytes` for dense reads and
+    `recalled_bytes`, selected rows in decoding steps. Recalls on a CUDA stream of their own let no step wait.
     """
 
     device_bytes: int
@@ -174,29 +156,27 @@ def _nbytes(notes: Mapping[str, Any]) -> int:
     return sum(tensor.nbytes for group in groups for tensor in group if isinstance(tensor, torch.Tensor))
 
 
+METER = ("prefill_seconds", "decode_seconds", "recording_seconds", "compiling_seconds", "not_replayed", "not_compiled")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """One run.
 
     Attributes:
-        backend: "torch" or "triton".
         prefill_seconds: Wall time of reading prompts, up to their first tokens.
         decode_seconds: Wall time of the steps from 1 on, without prompts. No time here includes `compiling_seconds`.
         decode_tokens_per_second: Tokens of all requests in those steps, over that time.
-        steady_tokens_per_second: The same if every step took the median of those with as many slow and fast requests,
-            without recording: code that runs for the first time, and a hiccup, do not count.
+        steady_tokens_per_second: The same if every step took the median of those with as many slow and fast requests.
         recording_seconds: The part of `decode_seconds` that recorded CUDA graphs and compiled their kernels, once.
         compiling_seconds: Time that numba compiled for this processor, once a machine.
         paths: Attention and maintenance calls by code path, counted per request, layer and step.
         kernels: The Triton kernels launched; empty on the torch backend.
-        kv_tiers: The bytes under a device budget; None without one.
-        not_replayed: Why a device that has CUDA graphs ran decoding steps without them, unless the user asked
-            for that; empty otherwise.
+        not_replayed: Why a device with CUDA graphs ran steps without them, unless the user asked for that; else empty.
         not_compiled: Why a CPU with numba ran decoding steps module by module, unless the user asked for that.
         not_blocks: Why matrices of a GGUF file are unpacked, by name, and under "" why all are.
-        fused: Number of the model's modules that ran as our fused kernels, by class.
-        settings: Those that the policy ran with and that differ from the defaults.
-        left_alone: Number of norms, MLPs, attentions and decoder layers that were not fused, by class.
+        fused: Number of the model's modules that ran as our fused kernels, by class; `left_alone` of the others.
+        settings: Those of the policy that differ from the defaults.
     """
 
     backend: str
@@ -227,18 +207,13 @@ class RunReport:
         return cls(
             backend=run.store.backend,
             requests=requests,
-            prefill_seconds=meter.prefill_seconds,
-            decode_seconds=meter.decode_seconds,
             decode_tokens_per_second=decoded / meter.decode_seconds if meter.decode_seconds else 0.0,
             paths={name: count for name, count in meter.paths.items() if count},
             kernels=[KernelReport(name, count) for name, count in sorted(meter.kernels.items())],
             kv_tiers=TierReport.of(run),
-            not_replayed=meter.not_replayed,
-            not_compiled=meter.not_compiled,
-            recording_seconds=meter.recording_seconds,
-            compiling_seconds=meter.compiling_seconds,
             steady_tokens_per_second=decoded / steady if steady else 0.0,
             settings=changed_settings(run.policy.config.to_dict()),
+            **{name: getattr(meter, name) for name in METER},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-COMPILED = 0.05  # seconds of compilation; less is not told
-NOTED = 0.05  # of the time of decoding; recording that takes less is not told
+COMPILED = NOTED = 0.05  # seconds of compilation, and the share of decoding that recorded graphs; less is not told
 
 
 def run_lines(report: Mapping[str, Any]) -> list[str]:
@@ -17,7 +16,6 @@ def run_lines(report: Mapping[str, Any]) -> list[str]:
         f"run          {speed_words(report)}",
         *compiled_lines(report["compiling_seconds"]),
         *launch_lines(report),
-        *weight_lines(report["not_blocks"]),
     ]
 
 
@@ -41,14 +39,11 @@ def tier_lines(tiers: Mapping[str, Any] | None) -> list[str]:
     """Say where keys and values lay under a device budget; [] without one."""
     if tiers is None:
         return []
-    device, allowed, host, recalled = (
-        f"{tiers[name] / 1e6:,.1f} MB"
-        for name in ("device_bytes", "allowed_bytes", "host_bytes", "recalled_bytes_per_step")
-    )
-    waited = f"waited {tiers['recall_seconds']:.2f} s for them"
+    names = "device_bytes", "allowed_bytes", "host_bytes", "recalled_bytes_per_step"
+    device, allowed, host, recalled = (f"{tiers[name] / 1e6:,.1f} MB" for name in names)
     return [
         f"KV cache     {device} of {allowed} on the device, {host} in host memory",
-        f"recalled     {recalled} a step, {waited}",
+        f"recalled     {recalled} a step, waited {tiers['recall_seconds']:.2f} s for them",
     ]
 
 
@@ -78,25 +73,19 @@ def compiled_lines(seconds: float) -> list[str]:
 
 
 def launch_lines(report: Mapping[str, Any]) -> list[str]:
-    """Count the steps replayed as CUDA graphs; say why steps were not, or were not compiled, that should have been."""
+    """Count replayed steps; say why steps were not replayed or compiled, and matrices of a GGUF file are unpacked."""
     replayed, eager = (report["paths"].get(f"graph.{how}", 0) for how in ("replay", "eager"))
-    lines = (
-        [f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other"] if replayed else []
-    )
+    lines = []
+    if replayed:
+        lines.append(f"steps        {replayed:,} replayed as CUDA graphs, {eager:,} one kernel after the other")
     if report["not_replayed"]:
         lines.append(f"warning      steps ran one kernel after the other: {report['not_replayed']}")
     if report["not_compiled"]:
         lines.append(f"steps        module by module: {report['not_compiled']}")
+    for name, why in [*report["not_blocks"].items()][:1]:
+        more = f", and {len(report['not_blocks']) - 1} more" * (len(report["not_blocks"]) > 1)
+        lines.append(f"weights      {name or 'all matrices'} unpacked: {why}{more}")
     return lines
-
-
-def weight_lines(not_blocks: Mapping[str, str]) -> list[str]:
-    """Say why matrices of a GGUF file are unpacked; [] if none is."""
-    if not not_blocks:
-        return []
-    name, why = next(iter(not_blocks.items()))
-    more = f", and {len(not_blocks) - 1} more" * (len(not_blocks) > 1)
-    return [f"weights      {name or 'all matrices'} unpacked: {why}{more}"]
 
 
 def read_words(cache_read: float | None, attended: float | None, chosen: float | None) -> str:
@@ -126,26 +115,21 @@ def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
         f"{prefix}slow steps   {slow} of {slow + fast} ({reasons}), at {steps}{more}",
         *[f"{prefix}cache read   {tokens:,.0f} of {context:,.0f} tokens a {each} ({share})"] * (context > 0),
     ]
-    if request["lossless"] is not None:
-        lines.append(prefix + _draft_line(request["lossless"]))
+    if (lossless := request["lossless"]) is not None:
+        kept = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens kept"
+        passes = f"{lossless['passes_per_token']:.2f} passes a token"
+        lines.append(f"{prefix}lossless     {lossless['verifications']:,} verifications, {kept}, {passes}")
     if request["queued_seconds"]:
         times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
         lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")
     return lines
 
 
-def _draft_line(lossless: Mapping[str, Any]) -> str:
-    accepted, drafted, passes = (lossless[name] for name in ("accepted", "drafted", "verifications"))
-    accepted_words = f"{accepted:,} of {drafted:,} drafted tokens kept"
-    a_token = f"{lossless['passes_per_token']:.2f} passes a token"
-    return f"lossless     {passes:,} verifications, {accepted_words}, {a_token}"
-
-
 def _read(requests: Sequence[Mapping[str, Any]]) -> float:
     # what all requests' steps read over what full attention reads in them
     read = context = 0.0
     for request in requests:
-        attended = request["mean_attended_tokens"] * (len(request["token_ids"]) - 1)
-        context += attended / request["read_ratio"]
-        read += attended / request["read_ratio"] * request["cache_read_ratio"]
+        tokens = request["mean_attended_tokens"] * (len(request["token_ids"]) - 1) / request["read_ratio"]
+        context += tokens
+        read += tokens * request["cache_read_ratio"]
     return read / context if context else 1.0

@@ -1,8 +1,4 @@
-"""One run of the slow-fast decoder over a batch: the KV store, the requests' states, and each step.
-
-Independent of the library that runs the model. The host announces each forward pass, hands over every layer's
-keys, values and queries, and reports the sampled tokens.
-"""
+"""One run of the slow-fast decoder over a batch: the KV store, the requests' states, and each step, for any host."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -14,17 +10,25 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
-from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, Shape, enter, plan_step, step_shape
+from sfi_core.engine.ledger import (
+    Meter,
+    Reads,
+    RequestPass,
+    Shape,
+    close_step,
+    enter,
+    plan_step,
+    step_fields,
+    step_shape,
+)
 from sfi_core.engine.maintenance import Maintenance, schedule
-from sfi_core.engine.meter import Meter
 from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
-from sfi_core.state.layer_pages import LayerPages
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import LayerPages, PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.launch import counting
@@ -33,10 +37,7 @@ CPU = torch.device("cpu")
 
 
 def reads_in_place(policy: Policy | type[Policy], backend: str) -> bool:
-    """Say whether fast steps read selected rows in a whole cache's pages, so that none are packed.
-
-    Policies that select anew at every step do, on Triton those that choose for a whole batch.
-    """
+    """Say whether fast steps read selected rows in a whole cache's pages, as policies do that select at every step."""
     return policy.chooses if backend == "triton" else policy.selects_before and not policy.selects_next
 
 
@@ -45,23 +46,17 @@ class Run:
     """State of one run over a batch of requests.
 
     Attributes:
-        policy: Decides which steps are slow and what is selected; owns the settings.
         ranks: The processes among which the model's heads are split.
         audit: Which steps are audited; None without an audit.
         watchers: Called for every layer, in this order, after `prompt_queries`.
-        attend: Attention in place of the backend's, set by `StepGraphs`; None for the backend's.
+        attend: Attention in place of the backend's, set by `StepGraphs`.
         requests: The state of each row's request.
         left: The states of ended requests whose row another request has taken.
         step: The batch's step; -1 before step 0.
-        segments: The packed segment by layer.
         batch_codes: The codes of all rows' keys by layer, if the policy chooses for whole batches.
-        layers: Full-attention layers that have run so far.
-        options: Their `Layer.options`.
+        layers: Full-attention layers that have run so far; `options` are their `Layer.options`.
         late: By layer the new keys and values that the choice of this pass will append.
         notes: The policy's own notes, by request (not row) and layer.
-        prompt_queries: The last queries of the prompts, for the first selection.
-        maintenance: Selects and packs on slow steps, beside the next layers if the device allows it.
-        descriptors: Writes the step descriptors of each pass.
         recorded: Whether the tokens of the last step have been noted.
         counting: The packed rows that the pass under way reads per row and KV head, and when the host may look.
     """
@@ -95,10 +90,9 @@ class Run:
 
     def __post_init__(self) -> None:
         """Start with empty requests."""
-        policy = self.policy
         self.requests = [RequestState(request=row) for row in range(self.store.batch)]
-        self.prompt_queries = PromptQueries(policy.config.window_prefill)
-        overlap = self.engine.overlap and isinstance(policy, EvidencePolicy)
+        self.prompt_queries = PromptQueries(self.policy.config.window_prefill)
+        overlap = self.engine.overlap and isinstance(self.policy, EvidencePolicy)
         self.maintenance = schedule(self.device, self.store.backend, overlap=overlap)
         self.descriptors = FreshDescriptors(self.store, self.device)
 
@@ -148,7 +142,15 @@ class Run:
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.began = self.meter.ended  # the device has worked on this step since then
-        self._tell_beginning()
+        if BeginStepEvent in self.observer.wants:
+            batch_pass, shape = self.batch_pass, self._shape()
+            event = BeginStepEvent(
+                step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
+                fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
+                not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
+                moved_bytes=shape["moved_bytes"],
+            )  # fmt: skip
+            self.observer.on(event)
 
     def describe(self, passes: Sequence[RequestPass], start: Sequence[int]) -> None:
         """Describe the pass that the requests have entered; `start` has their cached tokens before it."""
@@ -159,19 +161,17 @@ class Run:
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
         """Write the pass's new keys and values of a layer to the store, or leave that to the choice's launch."""
-        longest, step = self.batch_pass.longest, self.batch_pass.descriptor
-        self.store.grow(longest)
+        store, batch_pass, step = self.store, self.batch_pass, self.batch_pass.descriptor
+        store.grow(batch_pass.longest)
         self.layers.add(layer)
-        decodes = self.batch_pass.decodes and not self.batch_pass.prompts
         chooses = self.policy.chooses and layer not in self.policy.config.dense_layers
-        if decodes and chooses and self.store.backend == "triton" and self.store.whole_on_device:
+        decodes = batch_pass.decodes and not batch_pass.prompts
+        if chooses and decodes and store.backend == "triton" and store.whole_on_device:
             self.late[layer] = key_BHTD, value_BHTE
-            return self.store.pages(layer)
+            return store.pages(layer)
+        appended = step.append_start_B, step.append_count_B, batch_pass.start, batch_pass.count
         with self.launches(), self.observer.span("append", layer):
-            return self.store.append(
-                layer, key_BHTD, value_BHTE, step.append_start_B, step.append_count_B, self.batch_pass.start,
-                self.batch_pass.count,
-            )  # fmt: skip
+            return store.append(layer, key_BHTD, value_BHTE, *appended)
 
     def lend(self, owner: int, reader: int) -> None:
         """Let a layer read the keys and values of another one; its selections are its own."""
@@ -190,11 +190,14 @@ class Run:
         """Note each row's new token x_t, if the pass gave the row one, and tell the observer."""
         self.lap()
         self.settle_selected()
-        shape = self.shape()
-        rows = zip(self.requests, self.batch_pass.passes, token_B, strict=True)
-        for state, request, token in rows:
+        meter, shape = self.meter, {"elapsed_us": self.meter.lasted * 1e6, **self.shape()}
+        for state, request, token in zip(self.requests, self.batch_pass.passes, token_B, strict=True):
             if request.generates:
-                self._record(state, token, shape)
+                fields = step_fields(state, self.step, self.reads(state), self.audit)
+                event = close_step(fields, state, token, **shape)
+                state.tally.time_step(state.step, meter.began, meter.ended)
+                state.finished = token in self.stop_ids
+                self.observer.on(event)
         self.recorded = True
 
     def lap(self) -> float:
@@ -203,10 +206,7 @@ class Run:
         return self.meter.lap(kind, prefill=not self.batch_pass.decodes)
 
     def count_selected(self) -> None:
-        """Begin to count the rows that fast requests read of what their selections packed, unless the policy `fills`.
-
-        The host does not wait here: it looks once it has the step's tokens, which come from the device later.
-        """
+        """Begin to count the packed rows that fast requests read, unless the policy `fills`, without waiting."""
         sparse = self.layers.difference(self.policy.config.dense_layers)
         lengths = [self.segments[layer].length_BH for layer in sorted(sparse.intersection(self.segments))]
         if self.policy.fills or not (self.batch_pass.fast and lengths):
@@ -241,8 +241,7 @@ class Run:
     def segment(self, layer: int) -> PackedSegment:
         """Return a layer's packed segment, allocated once for the whole run."""
         config = self.policy.config
-        selects = self.policy.selects
-        rows = config.sink + (min(config.budget, self.store.capacity) if selects else 0)
+        rows = config.sink + min(config.budget, self.store.capacity) * self.policy.selects
         if layer not in self.segments:
             pages = self.store.pages(layer)
             self.segments[layer] = PackedSegment(self.store.batch, rows, pages, packs=not self.in_place)
@@ -255,24 +254,15 @@ class Run:
         return self.store.whole_on_device and reads_in_place(self.policy, self.store.backend)
 
     def codes(self, layer: int, group: int) -> BatchCodes:
-        """Return the codes of all rows' keys in a layer, with room for what the store holds.
-
-        `group` are the query heads of a KV head.
-        """
-        pages, capacity = self.store.pages(layer), self.store.capacity
-        if layer not in self.batch_codes:
-            self.batch_codes[layer] = BatchCodes.empty(
-                self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity
-            )
-        elif self.batch_codes[layer].word_BHWT.shape[3] < capacity:
-            self.batch_codes[layer] = self.batch_codes[layer].grown(capacity)
-        return self.batch_codes[layer]
-
-    def forget_sums(self, row: int, length: int) -> None:
-        """Let the codes' sums of values begin anew where they include a token that is taken back."""
-        for codes in self.batch_codes.values():
-            summed_H = codes.summed_BH[row]
-            summed_H.masked_fill_(summed_H > length, 0)
+        """Return the codes of all rows' keys in a layer, with the store's room; a KV head has `group` query heads."""
+        capacity, codes = self.store.capacity, self.batch_codes.get(layer)
+        if codes is None:
+            pages = self.store.pages(layer)
+            codes = BatchCodes.empty(self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity)
+        elif codes.word_BHWT.shape[3] < capacity:
+            codes = codes.grown(capacity)
+        self.batch_codes[layer] = codes
+        return codes
 
     def reads(self, state: RequestState) -> Reads:
         """Count what a request's step reads."""
@@ -288,10 +278,10 @@ class Run:
 
     def rows(self, rows: tuple[int, ...]) -> Rows:
         """Return the tensors to refresh some requests with; all layers of the pass share them."""
-        chosen = self.batch_pass.chosen
+        chosen, step = self.batch_pass.chosen, self.batch_pass.descriptor
         if rows not in chosen:
-            table, step = self.store.block_table_BP, self.batch_pass.descriptor
-            chosen[rows] = Rows.of(rows, self.requests, self.policy.config.sink, step, table)
+            states = {row: self.requests[row] for row in rows}
+            chosen[rows] = Rows.of(states, self.policy.config.sink, step, self.store.block_table_BP)
         return chosen[rows]
 
     def launches(self) -> AbstractContextManager[None]:
@@ -315,23 +305,8 @@ class Run:
         recall.then(tell)
 
     def shape(self) -> Shape:
-        """Return the fields of `StepEvent` that all requests of the pass under way share.
-
-        Call before the requests finish their step. Empty if no observer wants the event.
-        """
+        """Return the fields of `StepEvent` that the pass's requests share, before they end their step, if wanted."""
         return {"graphs": self.meter.replayed, **self._shape()} if StepEvent in self.observer.wants else {}
-
-    def _tell_beginning(self) -> None:
-        if BeginStepEvent not in self.observer.wants:
-            return
-        batch_pass, shape = self.batch_pass, self._shape()
-        event = BeginStepEvent(
-            step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
-            fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
-            not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
-            moved_bytes=shape["moved_bytes"],
-        )  # fmt: skip
-        self.observer.on(event)
 
     def _shape(self) -> dict[str, Any]:
         batch_pass, policy, meter = self.batch_pass, self.policy, self.meter
@@ -346,14 +321,5 @@ class Run:
                 return float((always + other) * self.reads(state).attended)
             return float(always * state.length + other * state.read(dense=state.slow))
 
-        slow, fast = (
-            [self.requests[row] for row in rows] for rows in ((*batch_pass.prompts, *batch_pass.slow), batch_pass.fast)
-        )
-        return step_shape(slow, fast, moved)
-
-    def _record(self, state: RequestState, token: int, shape: Shape) -> None:
-        step = OpenStep.of(state, self.audit, self.step, self.reads(state))
-        event = step.close(state, token, elapsed_us=self.meter.lasted * 1e6, **shape)
-        state.tally.time_step(state.step, self.meter.began, self.meter.ended)
-        state.finished = token in self.stop_ids
-        self.observer.on(event)
+        slow = [self.requests[row] for row in (*batch_pass.prompts, *batch_pass.slow)]
+        return step_shape(slow, [self.requests[row] for row in batch_pass.fast], moved)

@@ -1,9 +1,8 @@
 """The selected memory of a layer: evidence, choice, pack.
 
-The device half (`select`, `pack`, `choose`) has tensors and no number of the host's that changes by step: eager steps
-call it, and CUDA graphs capture it. The host half (`note`) updates requests and counts, and tells the observer; after a
-replayed step it is all that runs. Both take one layer or several, whose requests then follow each other in the batch
-dimension of evidence and selection.
+The device half (`select`, `pack`, `choose`) has tensors and no number of the host's that changes by step: CUDA graphs
+capture it. The host half (`note`) updates requests and counts, and tells the observer. Both take one layer or several,
+whose requests then follow each other in the batch dimension of evidence and selection.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,12 +19,13 @@ from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import SPANS
 from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
 from sfi_core.state.kv_store import Recall
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.compiled import fastest
 from sfi_kernels.pack import pack_layers
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
-Logits = Callable[[], torch.Tensor]
+# the logits of some queries, and their log-sum-exp over J, if the attention has computed it
+Seen = tuple[Callable[[], torch.Tensor], torch.Tensor | None]
 
 
 class Handed(NamedTuple):
@@ -37,32 +37,23 @@ class Handed(NamedTuple):
 
 
 def select(
-    layers: Sequence[Layer],
-    rows: Rows,
-    query_RHGWD: torch.Tensor | None,
-    logits: Logits | None,
-    log_sum_RHGW: torch.Tensor | None = None,
+    layers: Sequence[Layer], rows: Rows, query_RHGWD: torch.Tensor | None, seen: Seen | None
 ) -> tuple[Selection | None, Recall | None]:
-    """Let the policy select from the evidence of some layers, and pack its choice: the device half.
+    """Let the policy select from what some layers have seen, and pack its choice: the device half.
 
-    `query_RHGWD` may be None for an `EvidencePolicy`. `logits` returns the queries' logits, and `log_sum_RHGW` is their
-    log-sum-exp over J, if the attention has computed them; None where the policy asks for them.
+    An `EvidencePolicy` that sees needs no `query_RHGWD`; other policies compute the logits that they need.
     """
     policy = layers[0].run.policy
-    if isinstance(policy, EvidencePolicy) and logits is not None:
-        selection = policy.select_after(Evidence(**_evidence(layers, rows, logits, log_sum_RHGW)))
+    if isinstance(policy, EvidencePolicy) and seen is not None:
+        selection = policy.select_after(Evidence(**_evidence(layers, rows, seen)))
     else:
         assert query_RHGWD is not None, "only evidence goes without queries"
-        context = layer_context(layers[0], rows.requests, query_RHGWD, logits, log_sum_RHGW)
-        selection = policy.select_after(context)
+        selection = policy.select_after(layer_context(layers[0], rows.requests, query_RHGWD, seen))
     return selection, None if selection is None else pack(layers, rows, selection)
 
 
 def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
-    """Pack a selection into the layers' segments, or note the positions where attention reads the rows in place.
-
-    Return what comes from the host; None if all is on the device.
-    """
+    """Pack a selection into the layers' segments, or its positions where attention reads in place; return a recall."""
     layer, run = layers[0], layers[0].run
     with run.observer.span("pack", layer.index):
         if layer.in_place:
@@ -86,9 +77,7 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
     run, K = layer.run, selection.index_BHK.shape[2]
     segment = run.segment(layer.index)
     for place, row in enumerate(rows):
-        heads: slice | torch.Tensor = slice(None)
-        if selection.heads_BH is not None:
-            heads = selection.heads_BH[place]
+        heads = slice(None) if selection.heads_BH is None else selection.heads_BH[place]
         index_HK = selection.index_BHK[place, heads]
         sink = run.requests[row].sink(run.policy.config.sink)
         segment.reserve(sink + K)
@@ -160,25 +149,22 @@ def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...
 
 
 def refresh(
-    layers: Sequence[Layer],
-    rows: tuple[int, ...],
-    query_RHGWD: torch.Tensor,
-    logits: Logits | None = None,
-    log_sum_RHGW: torch.Tensor | None = None,
+    layers: Sequence[Layer], rows: tuple[int, ...], query_RHGWD: torch.Tensor, seen: Seen | None = None
 ) -> None:
     """Select anew for some requests; the other arguments are those of `select`."""
     run, layer = layers[0].run, layers[0]
     places = [place for place, row in enumerate(rows) if has_candidates(run, row)]
     if len(places) < len(rows):
-        for row in rows:
-            if not has_candidates(run, row):
+        for place, row in enumerate(rows):
+            if place not in places:
                 put(layer, (row,), _nothing(query_RHGWD))
         if not places:
             return
         rows, query_RHGWD = tuple(rows[place] for place in places), query_RHGWD[places]
-        logits = None if logits is None else lambda made=logits: made()[places]
-        log_sum_RHGW = None if log_sum_RHGW is None else log_sum_RHGW[places]
-    selection, recall = select(layers, run.rows(rows), query_RHGWD, logits, log_sum_RHGW)
+        if seen is not None:
+            logits, log_sum_RHGW = seen
+            seen = (lambda: logits()[places]), None if log_sum_RHGW is None else log_sum_RHGW[places]
+    selection, recall = select(layers, run.rows(rows), query_RHGWD, seen)
     by = layer.backend if selection is None or selection.by is None else selection.by
     run.meter.count(f"{by}.selector", len(layers) * len(rows))
     if selection is not None:
@@ -205,10 +191,7 @@ def _packed(
 
 
 def has_candidates(run: Run, row: int) -> bool:
-    """Say whether a request has positions to select from, in this step or, for a policy that selects ahead, the next.
-
-    The token that leaves the recent segment then may be taken now.
-    """
+    """Say whether a request has positions to select from, in this step or, where the policy selects ahead, the next."""
     state = run.requests[row]
     return run.policy.selects_next or state.recent_start > state.sink(run.policy.config.sink)
 
@@ -232,11 +215,11 @@ def refresh_handed(rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: lis
     """Select anew for some requests in all layers that have handed over their evidence."""
     layers = [each.layer for each in handed]
     with layers[0].run.launches():
-        refresh(layers, rows, query_RHG1D, *joined(handed))
+        refresh(layers, rows, query_RHG1D, joined(handed))
 
 
-def joined(handed: Sequence[Handed]) -> tuple[Logits, torch.Tensor | None]:
-    """Return the logits of several layers as one batch, and their log-sum-exps over J."""
+def joined(handed: Sequence[Handed]) -> Seen:
+    """Return the evidence of several layers as one batch."""
     if len(handed) == 1:
         return lambda: handed[0].logits_BHGWT, handed[0].log_sum_BHGW
     sums = [each.log_sum_BHGW for each in handed if each.log_sum_BHGW is not None]
@@ -244,17 +227,13 @@ def joined(handed: Sequence[Handed]) -> tuple[Logits, torch.Tensor | None]:
 
 
 def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
-    """Say whether a layer's selection for slow requests may wait for those of the next layers.
-
-    It may not if the policy needs more than the evidence, if rows come from the host (the sooner the better),
-    if an observer times each layer, or if there is nothing to select from.
-    """
+    """Say whether a layer's selection for slow requests may wait for those of the next layers."""
     run = layer.run
     return (
         isinstance(run.policy, EvidencePolicy)
         and run.store.whole_on_device
         and run.ranks.size == 1
-        and SPANS not in run.observer.wants
+        and SPANS not in run.observer.wants  # which time each layer
         and all(has_candidates(run, row) for row in rows)
     )
 
@@ -289,21 +268,17 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
-    """Make the first selection of the requests whose prompt ends with the pass.
-
-    `query_BHGTD` are the last piece's queries; the last `window_prefill` of the prompt's select.
-    """
+    """Make the first selection of the prompts that end with the pass, by the last `window_prefill` queries."""
     run, ended = layer.run, layer.batch_pass.ended
     if layer.left_dense or not ended:
         return
     last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
-    if not run.policy.selects_after:
-        for row in ended:
-            put(layer, (row,), _nothing(last_BHGWD))
-        return
     for row in ended:
-        window = min(run.policy.config.window_prefill, run.requests[row].length)
-        refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
+        if run.policy.selects_after:
+            window = min(run.policy.config.window_prefill, run.requests[row].length)
+            refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
+        else:
+            put(layer, (row,), _nothing(last_BHGWD))
 
 
 def _nothing(query_BHGWD: torch.Tensor) -> Selection:
@@ -311,16 +286,15 @@ def _nothing(query_BHGWD: torch.Tensor) -> Selection:
 
 
 def layer_context(
-    layer: Layer, rows: tuple[int, ...], query_RHGWD: torch.Tensor, logits: Logits | None = None,
-    log_sum_RHGW: torch.Tensor | None = None,
-) -> LayerContext:  # fmt: skip
+    layer: Layer, rows: tuple[int, ...], query_RHGWD: torch.Tensor, seen: Seen | None = None
+) -> LayerContext:
     """Make the context of a layer for some requests; the arguments are those of `select`."""
     run, index = layer.run, layer.index
     coded = rows if run.policy.chooses else ()
     codes = [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in coded]
     states = tuple(run.requests[row] for row in rows)
     return LayerContext(
-        **_evidence((layer,), run.rows(rows), logits or partial(layer.logits, rows, query_RHGWD), log_sum_RHGW),
+        **_evidence((layer,), run.rows(rows), seen or (partial(layer.logits, rows, query_RHGWD), None)),
         states=states, query_BHGWD=query_RHGWD, scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
@@ -329,33 +303,26 @@ def layer_context(
     )  # fmt: skip
 
 
-def _evidence(layers: Sequence[Layer], rows: Rows, logits: Logits, log_sum_RHGW: torch.Tensor | None) -> dict[str, Any]:
+def _evidence(layers: Sequence[Layer], rows: Rows, seen: Seen) -> dict[str, Any]:
     # the fields of `Evidence`, for the requests in `rows`, of the first layer, then of the next
-    layer, run, interval = layers[0], layers[0].run, None
-    if layer.backend == "torch" and len(rows.requests) == 1:
-        state = run.requests[rows.requests[0]]
-        interval = state.sink(run.policy.config.sink), state.recent_start
-    norms, several = [_norms(each, rows) for each in layers], len(layers) > 1
-    lengths = None
-    if interval is None:
-        lengths = rows.length_R.repeat(len(layers)) if several else rows.length_R
-    return {
+    layer, run, several = layers[0], layers[0].run, len(layers) > 1
+    if rows.requests:
+        norms = [run.store.norms(each.index, rows.requests, rows.longest) for each in layers]
+    else:
+        pages = [rows.head_pages(each.pages.key_PHND.shape[1]) for each in layers]
+        norms = [run.store.norms_of(each.index, page_RHP) for each, page_RHP in zip(layers, pages, strict=True)]
+    fields: dict[str, Any] = {
         "layer": layer.index,
         "backend": layer.backend,
         "span": partial(run.observer.span, layer=layer.index),
         "ranks": run.ranks,
         "wants_diagnostics": SelectionEvent in run.observer.wants,
         "allowed_BT": rows.allowed_RT.repeat(len(layers), 1) if several else rows.allowed_RT,
-        "interval": interval,
-        "length_B": lengths,
         "key_norm_BHT": torch.cat(norms) if several else norms[0],
-        "logits": logits,
-        "log_sum_BHGW": log_sum_RHGW,
+        "logits": seen[0],
+        "log_sum_BHGW": seen[1],
     }
-
-
-def _norms(layer: Layer, rows: Rows) -> torch.Tensor:
-    store = layer.run.store
-    if rows.requests:
-        return store.norms(layer.index, rows.requests, rows.longest)
-    return store.norms_of(layer.index, rows.head_pages(layer.pages.key_PHND.shape[1]))
+    if layer.backend == "torch" and len(rows.requests) == 1:
+        state = run.requests[rows.requests[0]]
+        return fields | {"interval": (state.sink(run.policy.config.sink), state.recent_start)}
+    return fields | {"length_B": rows.length_R.repeat(len(layers)) if several else rows.length_R}

@@ -1,9 +1,4 @@
-"""A prompt that is read once and decoded under many settings: its keys, values and queries.
-
-Every method reads a prompt densely, so evaluation reads it once by `read_prompt`. A run that begins with the
-shared prompt makes its own first selection and tells its observers the same events as a run that read the
-prompt. Benchmarks fill such a prompt with random numbers.
-"""
+"""A prompt that is read once, by `read_prompt`, and decoded under many settings: its keys, values and queries."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +21,9 @@ class SharedPrompt:
     """A batch of prompts after their dense pass.
 
     `count` are the tokens of each prompt, `ids_BT` the left-padded prompts, None for random keys and values. A request
-    of a run may reach `capacity` tokens, its prompt included. `store` has the full-attention layers, `layers` the input
-    of their first selection, `others` the host's own: windows and states. `window` of the prompt's last queries were
-    kept; None for all. `copied` says whether each run gets a copy of the store. Without one, a run overwrites the
-    decoded tokens of the run before it, and nothing of the prompts.
+    may reach `capacity` tokens. `store` has the full-attention layers, `layers` the input of their first selection,
+    `others` the host's windows and states. `window` of the prompt's last queries were kept; None for all. A run whose
+    store is not `copied` overwrites the decoded tokens of the run before it.
     """
 
     count: Sequence[int]
@@ -53,19 +47,14 @@ class SharedPrompt:
             raise ConfigError(f"shared must be read with a capacity of {capacity} tokens, got {self.capacity}")
 
     def check_run(self, policy: Policy, backend: str, page_size: int | None) -> None:
-        """Raise `ConfigError` if a policy needs queries that were not kept, or backend or pages differ.
-
-        `page_size` are the tokens of a page; None for one page per request.
-        """
-        needed = policy.config.window_prefill
+        """Raise `ConfigError` if a policy needs queries that were not kept, or backend or tokens of a page differ."""
+        needed, store, page_size = policy.config.window_prefill, self.store, page_size or self.capacity
         if self.window is not None and needed > self.window:
             raise ConfigError(f"window must keep {needed} queries of the prompt, got {self.window}")
-        ours = self.store.backend, self.store.page_size
-        theirs = backend, page_size or self.capacity
-        if ours != theirs:
+        if (store.backend, store.page_size) != (backend, page_size):
             raise ConfigError(
-                f"shared must be read with backend {theirs[0]} and pages of {theirs[1]} tokens, "
-                f"got {ours[0]} and {ours[1]}"
+                f"shared must be read with backend {backend} and pages of {page_size} tokens, "
+                f"got {store.backend} and {store.page_size}"
             )
 
     def store_for_a_run(self) -> KVStore:
@@ -73,7 +62,7 @@ class SharedPrompt:
         return self.store.copy() if self.copied else self.store
 
     def begin(self, run: Run) -> None:
-        """Start a run over `store_for_a_run` at the end of the prompts."""
+        """Start a run over `store_for_a_run` at the prompts' end: a first selection of its own, events."""
         run.meter.prefill_seconds = self.seconds
         for state in run.requests:
             state.tally.prefill_seconds = self.seconds

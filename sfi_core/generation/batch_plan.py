@@ -8,7 +8,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.memory import free_bytes, give_back
 from sfi_core.sizes.memory import Forecast, check_fits, largest_batch
-from sfi_core.sizes.two_tier import TwoTierBytes
+from sfi_core.sizes.policy import TwoTierBytes
 
 # of the free memory that a run without `max_batch` may fill, as a margin for the forecast
 SHARE = 0.9
@@ -16,11 +16,10 @@ SHARE = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The batch of a run over `requests` prompts.
+    """The batch of a run over `requests` prompts, `slots` of them at a time, with at most `capacity` tokens a request.
 
-    `slots` requests are decoded together; each other one waits until a request has ended. A request may reach
-    `capacity` tokens. `free_bytes` is the free memory before the run, None if unknown; `tiers` are the bytes
-    of the cache on the device and in host memory, None without a device budget.
+    `free_bytes` is the free memory before the run, None if unknown; `tiers` are the bytes of the cache on device and
+    host, None without a device budget.
     """
 
     requests: int
@@ -43,11 +42,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Decide how many prompts are decoded together: `max_batch`, or as many as fit.
 
-    `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, which
-    are all decoded together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory.
-
-    Raise `ConfigError` if `max_batch` is not positive, or less than the shared prompts, and
-    `MemoryForecastError` if one request, or `max_batch`, does not fit; the message says how many do.
+    `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, all decoded
+    together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory. Raise `ConfigError` for a
+    `max_batch` that is not positive or less than the shared prompts, and `MemoryForecastError` if it does not fit.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:
@@ -58,34 +55,25 @@ def plan_batch(
     longest = max(map(len, prompts))
     capacity = max(len(prompt) + new for prompt, new in zip(prompts, limits, strict=True))
     capacity = capacity if shared is None else shared.capacity
-    sizes = (longest, capacity, prefill_chunk)
     give_back(device)
     free, tiers = free_bytes(device), session.tiers
 
     def expect(batch: int) -> Forecast:
-        return session.forecast(batch, *sizes, max(limits), graphs=graphs)
+        return session.forecast(batch, longest, capacity, prefill_chunk, max(limits), graphs=graphs)
 
     def fitting(share: float) -> int:
-        if free is None:
-            return wanted
-        return largest_batch(lambda batch: expect(batch).needed_bytes, wanted, share * free)
+        most = wanted if free is None else largest_batch(lambda n: expect(n).needed_bytes, wanted, share * free)
+        return min(session.ranks.exchange(most))
 
-    fits = session.ranks.least(fitting(1.0))
-    slots = wanted
+    fits, slots = fitting(1.0), wanted
     if shared is None and not fits:
         slots = 1  # `check_fits` below then reports on one request
     elif shared is None and max_batch is None and fits < wanted:
-        slots = max(1, session.ranks.least(fitting(SHARE)))
+        slots = max(1, fitting(SHARE))
     expected = expect(slots)
     with session.ranks.agreed():
         if slots > fits:
             way = f"max_batch to {fits}" if max_batch and fits else None
             check_fits(expected, device, way, two_tier=tiers is not None)
-    return BatchPlan(
-        requests=total,
-        slots=slots,
-        capacity=capacity,
-        forecast=expected,
-        free_bytes=free,
-        tiers=None if tiers is None else tiers.bytes(slots, capacity, capacity - longest),
-    )
+    tiered = None if tiers is None else tiers.bytes(slots, capacity, capacity - longest)
+    return BatchPlan(requests=total, slots=slots, capacity=capacity, forecast=expected, free_bytes=free, tiers=tiered)

@@ -7,7 +7,6 @@ from sfi_core.engine.report import RunReport
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.describe import describe_model
 from sfi_core.policies.built_in.codescan import choosing_tokens
-from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.policy import PolicyReads
 from sfi_core.sizes.step import ByteModel, fast_tokens
 
@@ -56,11 +55,15 @@ class ByteLimit:
         read = float(model.mean(context, attended + selecting, packed, slow))
         dense = float(model.dense(context))
         unknown = selecting or policy.mixes_heads
+        codescan: float | None = None  # the rows of a fast step, and what choosing them reads
+        if policy.refreshes() and not exact:
+            choosing = max(choosing_tokens(context, width) for width in widths)
+            codescan = (fast_tokens(config, config.budget, 0.0) + choosing) / context
         return cls(
             speedup=dense / read,
-            break_even_context=None if unknown else PolicyReads(policy, slow, slow, 0.0).break_even(model),
+            break_even_context=None if unknown else PolicyReads(policy, True, slow, 0.0).break_even(model),
             read_ratio=(attended + selecting) / context,
-            codescan_read_ratio=_codescan_ratio(config, context, widths) if policy.refreshes() and not exact else None,
+            codescan_read_ratio=codescan,
         )
 
     def advice(self, policy: str) -> str | None:
@@ -77,9 +80,3 @@ class ByteLimit:
             tokens = f"{self.break_even_context:,} tokens on"
             reads = f"at this budget and slow rate {policy} reads less from {tokens}"
         return f"full-kv should be faster here: {reads}"
-
-
-def _codescan_ratio(config: SfiConfig, context: float, widths: set[int]) -> float:
-    # what codescan reads of a context: the rows of a fast step, and what choosing them reads
-    choosing = max(choosing_tokens(context, width) for width in widths)
-    return (fast_tokens(config, config.budget, 0.0) + choosing) / context

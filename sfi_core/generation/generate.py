@@ -16,8 +16,8 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
-from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of, token_limits
-from sfi_core.generation.sampling import Draws, Sampler
+from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of
+from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
@@ -47,9 +47,9 @@ def read_prompt(
 ) -> SharedPrompt:
     """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
 
-    Arguments and errors are those of `generate`; all keys and values stay on the device. `capacity` are the
-    tokens that a request of a run may reach, its prompt included. `window` says how many of each prompt's
-    last queries to keep; None keeps all. `engine` and `page_size` must be those of the runs.
+    Arguments and errors are those of `generate`; all keys and values stay on the device. A request of a run may reach
+    `capacity` tokens, its prompt included. `window` of each prompt's last queries are kept; None keeps all. `engine`
+    and `page_size` must be those of the runs.
     """
     rows = encode(tokenizer, prompts)
     check_prompts(model, rows, capacity - max(map(len, rows), default=0))
@@ -82,17 +82,11 @@ BEGINNING = 512  # tokens that several prompts must share to have them read once
 class Result:
     """The result of a run.
 
-    Attributes:
-        report: Token ids and statistics of each request, in the order of the prompts.
-        texts: The completions; empty strings without a tokenizer.
-        trigger_token_ids: T_trig.
-        forecast: The memory that the run was expected to need.
-        slots: How many requests were decoded together.
-        byte_limit: The bytes read, compared with full attention; None under full attention.
-        peak_memory_bytes: Peak memory of the process (CPU) or of the allocator (GPU) during the run.
-        error: The error that stopped the run early; None for none.
-        interrupted: Whether Ctrl-C stopped the run.
-        seed: The seed of the sampling, with which another run draws the same tokens; None for greedy decoding.
+    `report` has token ids and statistics of each request, in the order of the prompts, `texts` the completions, empty
+    without a tokenizer. `slots` requests were decoded together. `forecast` is the memory that the run was expected to
+    need, `peak_memory_bytes` the peak of the process (CPU) or of the allocator (GPU), `byte_limit` the bytes read
+    compared with full attention, None under it. `error` stopped the run early; Ctrl-C did if `interrupted`. With `seed`
+    another run draws the same tokens; None for greedy decoding.
     """
 
     report: RunReport
@@ -130,7 +124,7 @@ def generate(
     on_prefill: Callable[[int, int], None] | None = None,
     on_end: Callable[[int, RequestReport, str], None] | None = None,
 ) -> Result:
-    """Complete prompts with slow-fast decoding.
+    """Complete prompts with slow-fast decoding; after a Ctrl-C or non-finite logits with the tokens so far.
 
     If memory or `max_batch` does not allow all prompts at once, the rest waits: when a request ends, the next
     prompt is read in its place.
@@ -160,9 +154,6 @@ def generate(
         on_prefill: Called while the first prompts are read, with their tokens read so far and in all.
         on_end: Called when a prompt's completion has ended, with the prompt's index, its report and the text.
 
-    Returns:
-        The result. After a Ctrl-C or non-finite logits it has the tokens generated so far.
-
     Raises:
         ConfigError: A setting is out of range, `shared` is of other prompts or of less capacity, or `cache` of another
             model.
@@ -173,8 +164,10 @@ def generate(
     config, sampling = checked_config(config), sampling or Sampling()
     engine = engine or DEFAULTS
     rows = encode(tokenizer, prompts)
-    limits = token_limits(max_new_tokens, len(rows))
-    _check_one_each(len(rows), sampling=sampling, seed=seed)
+    _check_one_each(len(rows), max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    limits = [max_new_tokens] * len(rows) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if min(limits) < 1:
+        raise ConfigError(f"max_new_tokens must be positive, got {min(limits)}")
     check_prompts(model, rows, limits)
     stop = frozenset(stop_tokens(model.generation_config.eos_token_id if stop_token_ids is None else stop_token_ids))
     if shared is not None:
@@ -207,11 +200,10 @@ def generate(
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
             on_prefill=on_prefill, known=cache,
         )  # fmt: skip
-        draws = Draws(sampling, 0 if seed is None else seed)
-        drawn = any(each.do_sample for each in draws.samplings)
-        if seed is None and drawn:
-            draws = Draws(sampling, int(torch.randint(2**62, ())))
-        sampler = Sampler(draws, ids_BT, session.ranks, ahead=decoder.replays.ahead)
+        drawn = any(each.do_sample for each in ([sampling] if isinstance(sampling, Sampling) else sampling))
+        if seed is None:
+            seed = int(torch.randint(2**62, ())) if drawn else 0
+        sampler = Sampler(sampling, ids_BT, session.ranks, seed=seed, ahead=decoder.replays.ahead)
         loop = Loop(decoder, rows, limits, sampler)
         error: SfiError | None = None
         interrupted = False
@@ -233,7 +225,7 @@ def generate(
             report=report, texts=texts, trigger_token_ids=session.trigger_token_ids, forecast=plan.forecast,
             slots=plan.slots, byte_limit=ByteLimit.of(session, report, plan.slots),
             peak_memory_bytes=peak_bytes(model.device), error=error, interrupted=interrupted,
-            seed=draws.seed if drawn else None,
+            seed=seed if drawn else None,
         )  # fmt: skip
 
 

@@ -18,11 +18,9 @@ Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]  # one o
 def encode(tokenizer: Any, prompts: Prompts) -> list[list[int]]:
     """Turn prompts into token ids; a text, or a list of token ids, is one prompt.
 
-    Raise `InputError` for no prompt, one without a token, or what is neither text nor token ids, and `ConfigError` if
-    a text needs a tokenizer.
+    Raise `InputError` for no prompt, an empty one, or what is neither, `ConfigError` for a text without a tokenizer.
     """
-    if isinstance(prompts, str):
-        prompts = [prompts]
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     if isinstance(prompts, Mapping):
         raise _neither("prompts", prompts)
     rows = [_listed(prompt) for prompt in _listed(prompts)]
@@ -43,9 +41,7 @@ def _encoded(tokenizer: Any, prompt: Any, number: int) -> list[int]:
         if tokenizer is None:
             raise ConfigError("text prompts need a tokenizer, got none; pass token ids")
         ids = text_ids(tokenizer, prompt)
-    elif isinstance(prompt, Mapping):
-        raise _neither(f"prompt {number}", prompt)
-    else:
+    else:  # a mapping's keys are none
         try:
             ids = list(map(index, prompt))
         except TypeError as error:
@@ -72,10 +68,9 @@ def text_ids(tokenizer: Any, text: str, *, special: bool = True) -> list[int]:
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Fill the chat template, which writes the special tokens itself.
+    """Fill the chat template, which writes the special tokens itself; raise `InputError` where that fails.
 
-    A message's content may be a text, null, such as beside a tool call, or a list of text parts. Raises `InputError`
-    for another content, and for a template that is broken.
+    A message's content may be a text, null, such as beside a tool call, or a list of text parts.
     """
     texts = [_with_text(message, number) for number, message in enumerate(messages)]
     if texts != list(messages) and _takes_parts(tokenizer):
@@ -113,16 +108,6 @@ def _filled(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         raise InputError(f"the model's chat template cannot be filled: {first_line(error)}") from error
 
 
-def token_limits(max_new_tokens: int | Sequence[int], prompts: int) -> list[int]:
-    """Return the most new tokens of each prompt; raises `ConfigError` unless each has a positive one."""
-    limits = [max_new_tokens] * prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != prompts:
-        raise ConfigError(f"max_new_tokens must be one number or {prompts}, one a prompt, got {len(limits)}")
-    if limits and min(limits) < 1:
-        raise ConfigError(f"max_new_tokens must be positive, got {min(limits)}")
-    return limits
-
-
 def check_prompts(model: Any, rows: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]) -> None:
     """Raise `InputError` for a prompt that exceeds the model's positions, or a token that exceeds its vocabulary."""
     text = model.config.get_text_config(decoder=True)
@@ -150,25 +135,24 @@ def text_of(tokenizer: Any, ids: Sequence[int]) -> str:
 class TextStream:
     """The text of one request, which adds up to `text_of` all its tokens; a split character comes with its last token.
 
-    A token's text depends on the tokens before it, such as whether a space is stripped. So each text is
-    decoded with the tokens of the text before it, and that one's part is cut off.
+    A token's text depends on those before it: each text is decoded with the tokens of the last text, which is cut off.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._told: list[int] = []  # the tokens of the last text
+        self._shown: list[int] = []  # the tokens of the last text
         self._waiting: list[int] = []
         self._held = ""  # the text that waits
 
     def push(self, token_id: int) -> str:
         """Return the text that a token adds; it may come with a later token, or at the `end`."""
         self._waiting.append(token_id)
-        before, text = (text_of(self._tokenizer, ids) for ids in (self._told, [*self._told, *self._waiting]))
+        before, text = (text_of(self._tokenizer, ids) for ids in (self._shown, [*self._shown, *self._waiting]))
         held, self._held = self._held, text[len(before) :]
         # a byte may be part of a character, or make the bytes before it none; a special token changes neither
         if self._held == held or text.endswith(REPLACEMENT) or self._is_byte(token_id):
             return ""
-        self._told, self._waiting = self._waiting, []
+        self._shown, self._waiting = self._waiting, []
         return self.end()
 
     def end(self) -> str:

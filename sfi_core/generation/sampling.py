@@ -1,7 +1,6 @@
 """Picks tokens by our settings: scores by transformers' processors, samples by index-keyed noise."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from transformers.generation import logits_process
@@ -30,32 +29,6 @@ def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
     return chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """How the tokens of each request are picked: one sampling and one seed for all requests, or one for each.
-
-    A seed of a request's own makes its tokens those that it would have alone; one seed for all draws from its index.
-    """
-
-    sampling: Sampling | Sequence[Sampling]
-    seed: int | Sequence[int] = 0
-
-    @property
-    def samplings(self) -> Sequence[Sampling]:
-        """The sampling of each request, or the one of all."""
-        return [self.sampling] if isinstance(self.sampling, Sampling) else self.sampling
-
-    def of(self, request: int) -> Sampling:
-        """Return a request's sampling."""
-        return self.sampling if isinstance(self.sampling, Sampling) else self.sampling[request]
-
-    def noise(self, request: int) -> tuple[int, int] | None:
-        """Return the seed and the request that name the noise of its draws; None for greedy decoding."""
-        if not self.of(request).do_sample:
-            return None
-        return (self.seed, request) if isinstance(self.seed, int) else (self.seed[request], 0)
-
-
 class Sampler(Picker):
     """A picker with transformers' processors: none of them depends on the order of a request's tokens.
 
@@ -63,25 +36,32 @@ class Sampler(Picker):
     """
 
     def __init__(
-        self, draws: Draws | Sampling, ids_BT: torch.Tensor, ranks: Ranks = ALONE, *, seed: int = 0, first: int = 0,
-        ahead: Callable[[torch.Tensor], None] | None = None,
+        self, sampling: Sampling | Sequence[Sampling], ids_BT: torch.Tensor, ranks: Ranks = ALONE, *,
+        seed: int | Sequence[int] = 0, first: int = 0, ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        """Start with the requests from index `first` on; `seed` is that of a `Sampling`."""
+        """Start with the requests from index `first` on; one sampling and one seed for all requests, or one for each.
+
+        A seed of a request's own gives it the tokens that it would have alone; one seed for all draws from its index.
+        """
         super().__init__(range(first, first + len(ids_BT)), ranks, seed=None, ahead=ahead)
-        self._draws = draws = Draws(draws, seed) if isinstance(draws, Sampling) else draws
+        self._sampling, self._seeds, self._ids_BT = sampling, seed, ids_BT
         for row in self.rows:
-            row.noise = draws.noise(row.request)
-        penalty = any(sampling.repetition_penalty != 1 for sampling in draws.samplings)
+            if self._of(row.request).do_sample:
+                row.noise = (seed, row.request) if isinstance(seed, int) else (seed[row.request], 0)
+        samplings = [sampling] if isinstance(sampling, Sampling) else sampling
+        penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
         self.tokens = TokensSoFar(ids_BT) if penalty else None
-        self._ids_BT = ids_BT
-        self._processors = {sampling: processors(sampling) for sampling in draws.samplings}
-        lowest = min((sampling.divisor for sampling in draws.samplings if sampling.do_sample), default=1.0)
+        self._processors = {sampling: processors(sampling) for sampling in samplings}
+        lowest = min((sampling.divisor for sampling in samplings if sampling.do_sample), default=1.0)
         if lowest < LOW:
             self.hint = f"; raise sampling.temperature, {lowest:g} leaves the range of float32"
 
+    def _of(self, request: int) -> Sampling:
+        return self._sampling if isinstance(self._sampling, Sampling) else self._sampling[request]
+
     def alone(self, ids_1T: torch.Tensor, request: int) -> "Sampler":
         """See `Picker`."""
-        return Sampler(self._draws, ids_1T, self._ranks, first=request)
+        return Sampler(self._sampling, ids_1T, self._ranks, seed=self._seeds, first=request)
 
     def seat(self, row: int, other: "Sampler") -> None:
         """See `Picker`."""
@@ -107,6 +87,6 @@ class Sampler(Picker):
             return scores_PV
         scores_PV = torch.empty_like(logits_PV)
         for sampling, chosen in self._processors.items():
-            at = [place for place, row in enumerate(row_P) if self._draws.of(self.rows[row].request) == sampling]
+            at = [place for place, row in enumerate(row_P) if self._of(self.rows[row].request) == sampling]
             scores_PV[at] = chosen(ids_PT if self.tokens is None else ids_PT[at], logits_PV[at])
         return scores_PV

@@ -11,7 +11,7 @@ from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.shapes import cached_layers
 from sfi_core.state.kv_store import KVStore
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.two_tier import TwoTierStore
 
 BLOCK = 1024  # random tokens; a longer context repeats them, turned
@@ -32,7 +32,6 @@ class SyntheticPrompt:
         """Plan the prompts; `rows` number them for the random generator, by default from 0."""
         self.contexts, self.capacity = list(contexts), capacity
         self.store: KVStore | None = None
-        self._layers: list[int] = []  # of the store
         self._seed = seed
         self._rows = list(range(len(self.contexts)) if rows is None else rows)
 
@@ -44,12 +43,13 @@ class SyntheticPrompt:
             self.store = self._filled(session, shapes)
         layers, others = {}, {}
         hosted = session.cache().layers
-        read = hosted
-        if any(shape.state_bytes for shape in shapes):
-            read = cached_layers(model, len(self.contexts))
+        read = cached_layers(model, len(self.contexts)) if any(shape.state_bytes for shape in shapes) else hosted
+        text = model.config.get_text_config(decoder=True)
+        window = min(session.policy.config.window_prefill, *self.contexts)
         for index, shape in enumerate(shapes):
             if shape.window is None:
-                query = self._queries(session, index, shape)
+                size = (shape.heads, text.num_attention_heads // shape.heads, window, shape.key_width)
+                query = self._drawn(model, index, size, "query")
                 layers[index] = PromptLayer({"scale": shape.key_width**-0.5}, query)
             elif shape.window and shape.owner is None:
                 others[index] = hosted[index]
@@ -57,7 +57,6 @@ class SyntheticPrompt:
             if shape.state_bytes:
                 others[index] = hosted[index]
                 take_states(hosted[index], read[index])
-        text = model.config.get_text_config(decoder=True)
         logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
         return SharedPrompt(
             count=self.contexts, capacity=self.capacity, store=self.store, layers=layers, others=others,
@@ -72,8 +71,7 @@ class SyntheticPrompt:
             return self.store.device_bytes + (self.store.host_bytes if one_memory else 0)
         if self.store is None:
             return 0
-        pages = [self.store.pages(layer) for layer in self._layers]
-        return sum(tensor.nbytes for one in pages for tensor in one.tensors)
+        return sum(tensor.nbytes for layer in self.store.layers for tensor in self.store.pages(layer).tensors)
 
     def drop(self) -> None:
         """Free the store; the next run fills a new one with the same numbers."""
@@ -89,25 +87,20 @@ class SyntheticPrompt:
         store = session.store(len(self.contexts), self.capacity, generated)
         device = session.model.device
         store.layers.owners = {index: shape.owner for index, shape in enumerate(shapes) if shape.owner is not None}
-        self._layers = [i for i, shape in enumerate(shapes) if shape.window is None and shape.owner is None]
-        for index, shape in ((index, shapes[index]) for index in self._layers):
+        for index, shape in enumerate(shapes):
+            if shape.window is not None or shape.owner is not None:
+                continue
             key, value = self.block(session.model, index, shape)
             for start in range(0, max(self.contexts), BLOCK):
                 count = [max(0, min(BLOCK, length - start)) for length in self.contexts]
                 begin = [min(start, length) for length in self.contexts]
                 begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32, device=device)
-                piece = turned(key, start), turned(value, start)
+                piece = [turned(key, start), turned(value, start)]
                 if min(count) < BLOCK:
                     # `append` takes a piece's last tokens; roll the first ones there
-                    piece = _rolled(piece[0], count), _rolled(piece[1], count)
-                store.append(index, *piece, begin_B, count_B, begin, count)
+                    piece = [torch.stack([row.roll(-n, 1) for row, n in zip(x, count, strict=True)]) for x in piece]
+                store.append(index, piece[0], piece[1], begin_B, count_B, begin, count)
         return store
-
-    def _queries(self, session: Session, layer: int, shape: LayerShape) -> torch.Tensor:
-        text = session.model.config.get_text_config(decoder=True)
-        window = min(session.policy.config.window_prefill, *self.contexts)
-        size = (shape.heads, text.num_attention_heads // shape.heads, window, shape.key_width)
-        return self._drawn(session.model, layer, size, "query")
 
     def _drawn(self, model: Any, layer: int, size: tuple[int, ...], what: str) -> torch.Tensor:
         # a request's numbers do not depend on the rest of the batch
@@ -117,13 +110,8 @@ class SyntheticPrompt:
             generator.manual_seed(
                 ((self._seed * 1009 + row) * 1009 + layer) * 3 + ("key", "value", "query").index(what)
             )
-            options = {"dtype": model.dtype, "device": model.device, "generator": generator}
-            drawn.append(torch.randn(size, **options))
+            drawn.append(torch.randn(size, dtype=model.dtype, device=model.device, generator=generator))
         return torch.stack(drawn)
-
-
-def _rolled(block: torch.Tensor, count: Sequence[int]) -> torch.Tensor:
-    return torch.stack([row.roll(-n, 1) for row, n in zip(block, count, strict=True)])
 
 
 def turned(block: torch.Tensor, start: int) -> torch.Tensor:

@@ -27,10 +27,7 @@ def new_file(path: Path) -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file to write; rename it to `path` once the block has ended well, else remove it.
-
-    A reader never sees half of a file, and a link in the place of `path` is replaced, not followed.
-    """
+    """Yield a temporary file; rename it to `path`, be that a link, once the block has ended well, else remove it."""
     temporary = new_file(path)
     try:
         yield temporary
@@ -53,12 +50,7 @@ class FolderLock:
     """Keeps other writers out of a folder until `release`, or the end of the process."""
 
     def __init__(self, folder: Path, what: str) -> None:
-        """Lock a folder, which errors call `what`.
-
-        Raises:
-            ConfigError: Another writer has it.
-            OSError: The folder cannot be written.
-        """
+        """Lock a folder, which errors call `what`; raise `ConfigError` where another writer has it."""
         self._path, self._file = folder / LOCK, -1
         while self._file < 0 and sys.platform != "win32":
             self._file = _locked(self._path, f"{what} {folder}")
@@ -111,17 +103,14 @@ def _locked(path: Path, what: str) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Read a text of UTF-8, without the byte order mark that some editors begin it with.
-
-    Raise OSError for a file that cannot be read, UnicodeDecodeError for one of another encoding.
-    """
+    """Read a text of UTF-8, without the byte order mark that some editors begin it with."""
     return path.read_text(encoding="utf-8-sig")
 
 
 def read_file(path: Path) -> bytes:
     """Read a regular file of at most `MOST_BYTES`; raise OSError for another: a FIFO has no end."""
-    size = path.stat().st_size
-    if not path.is_file() or size > MOST_BYTES:
-        what = f"{size:,} bytes" if path.is_file() else "no regular file"
+    size, regular = path.stat().st_size, path.is_file()
+    if not regular or size > MOST_BYTES:
+        what = f"{size:,} bytes" if regular else "no regular file"
         raise OSError(errno.EINVAL, f"it must be a file of at most {MOST_BYTES:,} bytes, got {what}", str(path))
     return path.read_bytes()

@@ -25,10 +25,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def give_back(device: torch.device) -> None:
-    """Return what PyTorch's allocator keeps unused to the device.
-
-    Memory that an earlier run left on other streams or in its graphs' pool cannot be reused otherwise.
-    """
+    """Return what PyTorch's allocator keeps unused, on other streams or in a graph's pool, to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -66,12 +63,8 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _field(path: Path, name: str) -> int | None:
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    return None
+    kib = _found(path, rf"^{name}\s*(\d+)")
+    return None if kib is None else int(kib) * 1024
 
 
 def _max_rss() -> int:
@@ -84,7 +77,7 @@ def describe() -> dict[str, Any]:
     cpu = torch.device("cpu")
     return {
         "system": f"{platform.system()} {platform.machine()}",
-        "processor": _processor(),
+        "processor": (_found(CPUINFO, r"^model name\s*:(.*)") or platform.processor() or platform.machine()).strip(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total_bytes(cpu),
         "free_memory_bytes": free_bytes(cpu),
@@ -100,7 +93,7 @@ def describe_measured(device: torch.device | None = None) -> dict[str, Any]:
     machine = {
         **describe(),
         "device": None if device is None else str(device),
-        "driver": _driver(),
+        "driver": _found(DRIVER, r"\b(\d{3}\.\d+(?:\.\d+)?)\b"),
         "torch": torch.__version__,
         "triton": versions()["triton"],
     }
@@ -120,15 +113,6 @@ def name(machine: dict[str, Any]) -> str:
     return str(machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads")
 
 
-def _processor() -> str:
-    if CPUINFO.exists():
-        for line in CPUINFO.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    text = DRIVER.read_text() if DRIVER.exists() else ""
-    version = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
-    return version.group() if version else None
+def _found(path: Path, pattern: str) -> str | None:
+    match = re.search(pattern, path.read_text(), re.MULTILINE) if path.exists() else None
+    return match.group(1) if match else None

@@ -1,7 +1,4 @@
-"""Private names of other packages that sfi_core uses, each for lack of a public one.
-
-`tests/test_private_names.py` lists them with those of the kernels, and fails when one is gone.
-"""
+"""Private names of other packages, each for lack of a public one; `tests/test_private_names.py` checks them."""
 
 from typing import Any
 
@@ -10,10 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def attention_implementation(config: Any) -> str:
-    """Return the attention implementation of a model's config.
-
-    transformers documents `attn_implementation` and `set_attn_implementation`, but nothing that reads the value.
-    """
+    """Return the attention implementation of a model's config; transformers documents only how to set it."""
     name: str = config._attn_implementation
     return name
 
@@ -24,10 +18,7 @@ def has_hooks(module: torch.nn.Module) -> bool:
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:
-    """Say whether oneDNN multiplies matrices of a dtype on this CPU; True for other than half precisions.
-
-    `torch.backends.mkldnn` says whether oneDNN exists, not what it supports.
-    """
+    """Say whether oneDNN multiplies matrices of a dtype on this CPU; True for other than half precisions."""
     supported = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -36,16 +27,12 @@ def multiplies_natively(dtype: torch.dtype) -> bool:
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the names of the ATen operators that run inside, such as `nonzero`, in order.
-
-    The public profiler names them too, but Kineto writes lines to stderr.
-    `last` is the full name of the last one to begin, such as `aten::nonzero`; "" at first.
-    """
+    """Lists the names of the ATen operators that run inside; the public profiler's Kineto would write to stderr."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
-        self.last = ""
+        self.last = ""  # the full name of the last one to begin, such as `aten::nonzero`
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note the operator's name and run it."""

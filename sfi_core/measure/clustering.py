@@ -1,37 +1,106 @@
 """Similarity of a layer's KV heads, the overlap of their top-k sets (SyncKV, Section 4.1), and clusters of alike heads.
 
-K-Means clusters the rows of a layer's distance matrix; a head represents each cluster (SyncKV, B.1). The clusters of
-every layer are made over all texts, and over disjoint parts of the texts.
+The sets are those of the last queries of a text. K-Means clusters the rows of a layer's distance matrix; a head
+represents each cluster (SyncKV, B.1).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from importlib.util import find_spec
 from itertools import combinations
+from operator import add
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from sfi_core.errors import ConfigError, not_installed
+from sfi_core.engine.prompt_queries import PromptLayer
+from sfi_core.errors import ConfigError, InputError, not_installed
+from sfi_core.generation.generate import read_prompt
+from sfi_core.generation.prompts import encode
+from sfi_core.settings.engine import DEFAULTS, EngineOptions
+from sfi_core.state.kv_store import KVStore
+from sfi_kernels.dense_attention import window_logits
+from sfi_kernels.top_k import top_k
 
 Matrix = npt.NDArray[np.float64]
-PIECE = 16  # steps compared at once; a step takes a float for each head and cached token
+QUERIES = 128  # last queries of a text
+PIECE = 16  # queries, or steps, computed at once; each takes a float for each head and cached token
 STARTS, ROUNDS = 32, 100  # seeded starts of K-Means, and its most iterations
 DIGITS, NEAR = 9, 1e-8  # of a distance: smaller differences may come from the order of a sum
 Labels = tuple[int, ...]
-PARTS = 2  # default number of parts
+
+
+def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> list[list[int]]:
+    """Cut texts into pieces of `length` tokens; drop a text's shorter rest, keep a shorter text.
+
+    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts. Raise
+    `InputError` if a piece has at most `top` tokens, which would give every head the same set.
+    """
+    pieces = []
+    for row in encode(tokenizer, texts):
+        whole = max(1, len(row) // length)
+        pieces += [row[i * length : (i + 1) * length] for i in range(whole)]
+    for number, piece in enumerate(pieces):
+        if len(piece) <= top:
+            raise InputError(f"texts must have more than {top} tokens, the top-k, got {len(piece)} in text {number}")
+    return pieces
+
+
+@torch.no_grad()
+def text_supports(
+    model: Any, ids: Sequence[int], top: int, engine: EngineOptions = DEFAULTS
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Read a text densely, and yield the positions that its last queries attend to most.
+
+    Each query stands for a decoding step that writes the text. Paper gap: "within a local window" (B.1,
+    step 2) is read as the last 128 queries, each of which sees every token before it.
+
+    Yield each full-attention layer, with [N, H, K] int32: for each query and KV head the k positions of largest weight,
+    ascending. A KV head's weight is the largest of its query heads' (B.1, GQA). Raise `SfiError` as `read_prompt`.
+    """
+    queries = min(QUERIES, len(ids) - top)
+    read = read_prompt(model, None, [ids], capacity=len(ids), window=queries, engine=engine)
+    for layer, prompt in read.layers.items():
+        yield layer, _layer_supports(read.store, layer, prompt, len(ids), top)
+
+
+def _layer_supports(store: KVStore, layer: int, prompt: PromptLayer, length: int, top: int) -> torch.Tensor:
+    supports, query_BHGTD = [], prompt.query_BHGTD
+    W = query_BHGTD.shape[3]
+    for first in range(0, W, PIECE):
+        last = min(first + PIECE, W)
+        seen = length - (W - last)
+        logits_1HGWT = window_logits.on(store.backend)(
+            query_BHGTD[:, :, :, first:last].contiguous(), store.pages(layer).key_PHND, store.block_table_BP,
+            torch.tensor([seen], dtype=torch.int32, device=query_BHGTD.device), scale=prompt.options["scale"],
+            soft_cap=prompt.options["soft_cap"], longest=seen,
+        )  # fmt: skip
+        weight_WHT = pooled_weight(logits_1HGWT[0], prompt.options["sink_HG"])
+        supports.append(top_k.on(store.backend)(weight_WHT, top))
+    return torch.cat(supports)
+
+
+def pooled_weight(logits_HGWT: torch.Tensor, sink_HG: torch.Tensor | None = None) -> torch.Tensor:
+    """Pool the attention weights of a KV head's query heads by their maximum (SyncKV, B.1, GQA).
+
+    `logits_HGWT` are of W queries, -inf at masked positions; learned sink logits `sink_HG` take their share of the
+    softmax. Return log weights, [W, H, T] float32; -inf at masked positions, which `top_k` never picks.
+    """
+    log_sum_HGW = logits_HGWT.logsumexp(-1)
+    if sink_HG is not None:
+        log_sum_HGW = torch.logaddexp(log_sum_HGW, sink_HG.float()[:, :, None])
+    # the logarithm keeps the order of the weights, and small weights do not become 0
+    return (logits_HGWT - log_sum_HGW[..., None]).amax(1).transpose(0, 1).contiguous()
 
 
 def overlap(index_NHK: torch.Tensor) -> torch.Tensor:
     """Return the overlap coefficient of every two KV heads (SyncKV, Eq. 1).
 
-    Args:
-        index_NHK: For N steps the attended positions of each KV head, integers, padded with -1.
-
-    Returns:
-        [N, H, H] float64 in [0, 1]: the shared positions over those of the smaller set; 0 for an empty set.
+    `index_NHK` has for N steps the attended positions of each KV head, padded with -1. Return [N, H, H] float64 in
+    [0, 1]: the shared positions over those of the smaller set; 0 for an empty set.
     """
     N, H, _ = index_NHK.shape
     T = int(index_NHK.max()) + 1 if index_NHK.numel() else 0
@@ -74,13 +143,9 @@ class Similarity:
 Sums = Mapping[int, Similarity]  # by layer
 
 
-def joined(parts: Iterable[Mapping[int, Similarity]]) -> dict[int, Similarity]:
-    """Add similarities up by layer; all steps of all texts count the same."""
-    total: dict[int, Similarity] = {}
-    for part in parts:
-        for layer, more in part.items():
-            total[layer] = total[layer] + more if layer in total else more
-    return total
+def joined(parts: Sequence[Sums]) -> dict[int, Similarity]:
+    """Add the similarities of the same layers up; all steps of all texts count the same."""
+    return {layer: reduce(add, (part[layer] for part in parts)) for layer in parts[0]}
 
 
 def check_scipy() -> None:
@@ -110,21 +175,20 @@ def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels
     with the least sum of squared distances to the centroids. If there are fewer different rows than clusters,
     heads of the largest cluster fill the empty clusters.
 
-    Returns:
-        Each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower of
-        equally near heads. Clusters are numbered by their lowest heads.
-
-    Raises:
-        ConfigError: More clusters than heads.
+    Return each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower of
+    equally near heads. Clusters are numbered by their lowest heads. Raise `ConfigError` for more clusters than heads.
     """
     check_count(clusters, len(similarity_HH))
     row_HX = distance(similarity_HH).round(DIGITS)
     labels = _filled(_k_means(row_HX, clusters, seed), clusters).tolist()
     order = list(dict.fromkeys(labels))
     label_H = np.array([order.index(label) for label in labels])
-    return tuple(label_H.tolist()), tuple(
-        _representative(row_HX, np.flatnonzero(label_H == number)) for number in range(clusters)
-    )
+    representatives = []
+    for number in range(clusters):
+        members = np.flatnonzero(label_H == number)
+        far = np.linalg.norm(row_HX[members] - row_HX[members].mean(0), axis=1)
+        representatives.append(int(members[np.flatnonzero(far <= far.min() + NEAR)[0]]))
+    return tuple(label_H.tolist()), tuple(representatives)
 
 
 def _k_means(row_HX: Matrix, clusters: int, seed: int) -> npt.NDArray[np.int64]:
@@ -157,105 +221,27 @@ def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int
     return label_H
 
 
-def _representative(row_HX: Matrix, members: npt.NDArray[np.int64]) -> int:
-    far = np.linalg.norm(row_HX[members] - row_HX[members].mean(0), axis=1)
-    return int(members[np.flatnonzero(far <= far.min() + NEAR)[0]])
+def cluster_layers(texts: Sequence[Sums], clusters: int) -> list[dict[str, Any]]:
+    """Cluster the KV heads of every layer over texts of the same layers (SyncKV, 4.1 and B.1).
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerClusters:
-    """The clusters of one layer's KV heads.
-
-    Attributes:
-        similarity_HH: S of every two heads, over all texts.
-        agreement: Mean and least share of head pairs on which two parts agree; None with one part.
-        same_representatives: Share of the parts that choose these representatives; None with one part.
+    Return a row of plain values for each layer, with S of every two heads, and its mean over pairs of heads within and
+    between clusters, None without a pair. Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
     """
-
-    layer: int
-    similarity_HH: Matrix
-    cluster_of: Labels
-    representatives: Labels
-    agreement: tuple[float, float] | None
-    same_representatives: float | None
-
-    def mean(self, *, within: bool) -> float | None:
-        """Return the mean similarity of two heads of one cluster, or of two clusters; None without a pair."""
-        label_H = self.cluster_of
-        similarities = [
-            float(self.similarity_HH[i, j])
-            for i, j in combinations(range(len(label_H)), 2)
-            if (label_H[i] == label_H[j]) == within
-        ]
-        return sum(similarities) / len(similarities) if similarities else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        mean, least = self.agreement or (None, None)
-        return {
-            "layer": self.layer,
-            "cluster_of": list(self.cluster_of),
-            "representatives": list(self.representatives),
-            "similarity_within": self.mean(within=True),
-            "similarity_between": self.mean(within=False),
-            "agreement": mean,
-            "agreement_least": least,
-            "same_representatives": self.same_representatives,
-            "similarity": self.similarity_HH.tolist(),
-        }
-
-
-def part_count(texts: int, parts: int | None) -> int:
-    """Return the number of parts, by default 2 at most; raise `ConfigError` for more than texts."""
-    count = min(PARTS, texts) if parts is None else parts
-    if count > texts:
-        raise ConfigError(f"parts must be at most the {texts} texts, got {count}")
-    return count
-
-
-def parts_of(texts: Sequence[Sums], parts: int | None) -> list[dict[int, Similarity]]:
-    """Deal texts of the same layers out to disjoint parts (`part_count`); join each part's similarities."""
-    count = part_count(len(texts), parts)
-    return [joined(texts[first::count]) for first in range(count)]
-
-
-def cluster_layers(parts: Sequence[Sums], clusters: int) -> list[LayerClusters]:
-    """Cluster the KV heads of every layer, over all parts and over each part (SyncKV, 4.1 and B.1).
-
-    Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
-    """
-    whole = joined(parts)
-    for similarity in whole.values():
-        check_count(clusters, len(similarity.total_HH))
-    return [_layer(layer, whole[layer], parts, clusters) for layer in sorted(whole)]
-
-
-def _layer(layer: int, whole: Similarity, parts: Sequence[Sums], clusters: int) -> LayerClusters:
-    cluster_of, representatives = cluster(whole.mean_HH, clusters)
-    alone = [cluster(part[layer].mean_HH, clusters) for part in parts]
-    shares = [pair_agreement(labels, others) for (labels, _), (others, _) in combinations(alone, 2)]
-    several = len(parts) > 1
-    same = [set(chosen) == set(representatives) for _, chosen in alone]
-    return LayerClusters(
-        layer=layer,
-        similarity_HH=whole.mean_HH,
-        cluster_of=cluster_of,
-        representatives=representatives,
-        agreement=(sum(shares) / len(shares), min(shares)) if several else None,
-        same_representatives=sum(same) / len(same) if several else None,
-    )
-
-
-def pair_agreement(first: Sequence[int], second: Sequence[int]) -> float:
-    """Return the share of head pairs on which two clusterings agree: both join or both separate (Rand index).
-
-    The numbers of the clusters do not matter. Without a pair (one head) the share is 1.
-
-    Paper gap: the paper reports no measure ("the vast majority of heads remained consistent"). The plain
-    share is not adjusted for chance: two clusters of eight heads agree on about half of the pairs by chance.
-    """
-    pairs = list(combinations(range(len(first)), 2))
-    if not pairs:
-        return 1.0
-    same = [(first[i] == first[j]) == (second[i] == second[j]) for i, j in pairs]
-    return sum(same) / len(pairs)
+    rows = []
+    for layer, whole in sorted(joined(texts).items()):
+        label_H, representatives = cluster(whole.mean_HH, clusters)
+        alike: dict[bool, list[float]] = {True: [], False: []}  # by whether two heads are of one cluster
+        for i, j in combinations(range(len(label_H)), 2):
+            alike[label_H[i] == label_H[j]].append(float(whole.mean_HH[i, j]))
+        within, between = (sum(pairs) / len(pairs) if pairs else None for pairs in alike.values())
+        rows.append(
+            {
+                "layer": layer,
+                "cluster_of": list(label_H),
+                "representatives": list(representatives),
+                "similarity_within": within,
+                "similarity_between": between,
+                "similarity": whole.mean_HH.tolist(),
+            }
+        )
+    return rows

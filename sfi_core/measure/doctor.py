@@ -1,6 +1,5 @@
 """Tries what this machine can run."""
 
-import math
 import os
 import subprocess
 import sys
@@ -9,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.errors import SfiError
 from sfi_core.generation.generate import generate
@@ -20,8 +18,6 @@ from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import installed, package_of
 from sfi_kernels.compiled import why_not
 
-PROMPTS = ((3, 64), (70, 64), (300, 128), (1100, 64))  # lengths, and widths of a head
-ROUNDINGS = 16  # of numbers up to 4: queries, keys, values and weights are rounded
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 TRITON = """
 import torch
@@ -43,10 +39,9 @@ class Check:
 
 def checks() -> list[Check]:
     """Check everything that a run may need."""
-    triton = Check("backend triton", None, "needs a CUDA device")
-    if torch.cuda.is_available():
-        triton = _backend("triton")
-    return [_cuda(), _backend("torch"), *_prompts(), _numba(), _triton(), triton, _nvtx(), *_policies()]
+    missing = Check("backend triton", None, "needs a CUDA device")
+    triton = _backend("triton") if torch.cuda.is_available() else missing
+    return [_cuda(), _backend("torch"), _numba(), _triton(), triton, *_policies()]
 
 
 def _policies() -> Iterator[Check]:
@@ -83,28 +78,6 @@ def _backend(backend: str) -> Check:
     return Check(f"backend {backend}", same, detail)
 
 
-def _prompts() -> Iterator[Check]:
-    """Compare PyTorch's attention to prompts on this processor, in shorter dtypes, with float32's."""
-    generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.bfloat16, torch.float16):
-        off = 0.0
-        for length, width in PROMPTS:
-            query, key, value = torch.randn(3, 1, 2, length, width, generator=generator)
-            got, wanted = (
-                scaled_dot_product_attention(query.to(kind), key.to(kind), value.to(kind), is_causal=True).float()
-                for kind in (dtype, torch.float32)
-            )
-            off = max(off, float((got - wanted).abs().max().nan_to_num(nan=torch.inf)))
-        name = str(dtype).removeprefix("torch.")
-        if not math.isfinite(off):
-            yield Check(
-                f"prompt {name}", False, "PyTorch's attention gives NaN or infinity here; load models in float32"
-            )
-        else:
-            right = off < ROUNDINGS * torch.finfo(dtype).eps
-            yield Check(f"prompt {name}", right, f"attention on the CPU is within {off:.2g} of float32's")
-
-
 def _numba() -> Check:
     missing = why_not()
     if missing:  # PyTorch does the same; only a numba that is there but does not work is a fault
@@ -113,9 +86,7 @@ def _numba() -> Check:
     from sfi_kernels.loops import attention  # noqa: PLC0415 - needs numba
 
     folder = attention.attend.stats.cache_path
-    detail = "no folder for code can be written, so every run compiles"
-    if folder:
-        detail = f"code is kept in {folder}"
+    detail = f"code is kept in {folder}" if folder else "no folder for code can be written, so every run compiles"
     return Check("numba", True, f"compiles codescan's and quest's steps; {detail}")
 
 
@@ -132,12 +103,3 @@ def _triton() -> Check:
         lines = done.stderr.strip().splitlines() or ["no message"]
         return Check("triton", False, lines[-1])
     return Check("triton", True, f"a kernel ran {'in the interpreter' if mode else 'on the GPU'}")
-
-
-def _nvtx() -> Check:
-    done = subprocess.run(
-        [sys.executable, "-c", "import nvtx; nvtx.push_range('sfi'); nvtx.pop_range()"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    works = done.returncode == 0
-    return Check("nvtx", works, "ranges can be pushed" if works else "not importable")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from sfi_kernels.compiled import by_heads
-from sfi_kernels.matrix import BLOCK, FIVE, FIVE_K, FOUR, FOUR_K, LAYOUTS, SIX_K, TILE, row_of
+from sfi_kernels.tables import BLOCK, FIVE, FIVE_K, FOUR, FOUR_K, LAYOUTS, SIX_K, TILE, row_of
 
 BYTES = {  # of a block
    "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210,
@@ -27,7 +27,7 @@ class Blocks:
     """A matrix [O, I]: its numbers, their scales, and their minima where there are some.
 
     A weight is number * scale + minimum. `kind` says how they lie (`sfi_kernels.loops.tiles`), and `row` has their
-    addresses, as `sfi_kernels.matrix` lays them out: numbers, scales, fine scales, minima, fine minima.
+    addresses, as `sfi_kernels.tables` lays them out: numbers, scales, fine scales, minima, fine minima.
     """
 
     def __init__(self, shape: tuple[int, ...], kind: int, *parts: torch.Tensor | None) -> None:
@@ -39,7 +39,7 @@ class Blocks:
 
     def floats(self, index_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return some rows as float32, [N, I], or all; raise `IndexError` for a row that is not there."""
-        from sfi_kernels.linear import widen  # noqa: PLC0415 - brings numba
+        from sfi_kernels.numba_ops import widen  # noqa: PLC0415 - brings numba
 
         index_N = torch.arange(self.shape[0]) if index_N is None else index_N
         if len(index_N) and not 0 <= int(index_N.min()) <= int(index_N.max()) < self.shape[0]:
@@ -54,7 +54,7 @@ class Blocks:
     @classmethod
     def unpacked(cls, packed: np.ndarray, kind: Any, order: np.ndarray | None = None) -> Self:
         """Take the rows [O, bytes] of a GGUF file, of a type in `BYTES`; `order` puts them elsewhere."""
-        from sfi_kernels.loops.unpacking import pack_numbers  # noqa: PLC0415 - brings numba
+        from sfi_kernels.loops.products import pack_numbers  # noqa: PLC0415 - brings numba
 
         block_OBX = (packed if order is None else packed[order]).reshape(len(packed), -1, BYTES[kind.name])
         count, width = len(packed), block_OBX.shape[1] * (LARGE if kind.name[-1] == "K" else BLOCK)
@@ -66,8 +66,9 @@ class Blocks:
             lambda begin, end: pack_numbers(begin, end, int(kind), fields, block_OBX, numbers),
             len(numbers), NUMBER * count * width,
         )  # fmt: skip
-        factors = (part if part is None else _tiled(part.reshape(count, -1)) for part in _FACTORS[kind.name](block_OBX))
-        return cls((count, width), layout, torch.from_numpy(numbers), *factors)
+        factors = _factors(kind.name, block_OBX)
+        tiled = (part if part is None else _tiled(part.reshape(count, -1)) for part in factors)
+        return cls((count, width), layout, torch.from_numpy(numbers), *tiled)
 
     @classmethod
     def rounded(cls, weight_OI: torch.Tensor) -> Self:
@@ -93,27 +94,14 @@ def _halves(block_OBX: np.ndarray, at: int) -> np.ndarray:
     return block_OBX[..., at : at + 2].copy().view(np.float16)
 
 
-def _scale(block_OBX: np.ndarray) -> list[np.ndarray | None]:
-    return [_halves(block_OBX, 0)]
-
-
-def _scale_and_minimum(block_OBX: np.ndarray) -> list[np.ndarray | None]:
-    return [_halves(block_OBX, 0), None, _halves(block_OBX, 2)]
-
-
-def _eight_scales_and_minima(block_OBX: np.ndarray) -> list[np.ndarray | None]:
+def _factors(kind: str, block_OBX: np.ndarray) -> list[np.ndarray | None]:
+    # scales, fine scales, minima, fine minima, as far as the kind has them
+    if kind == "Q6_K":
+        return [_halves(block_OBX, 208), block_OBX[..., 192:208].view(np.int8)]
+    if kind not in ("Q4_K", "Q5_K"):
+        return [_halves(block_OBX, 0), *([None, _halves(block_OBX, 2)] if kind[-1] == "1" else [])]
     # of 6 bits: four of each in bytes 4 to 11, of the others four bits in bytes 12 to 15 and two above the first four's
     scale, minimum, both = (block_OBX[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate((scale & 63, both & 15 | scale >> 2 & 48), -1)
     minima = np.concatenate((minimum & 63, both >> 4 | minimum >> 2 & 48), -1)
     return [_halves(block_OBX, 0), scales.view(np.int8), -_halves(block_OBX, 2), minima.view(np.int8)]
-
-
-def _sixteen_scales(block_OBX: np.ndarray) -> list[np.ndarray | None]:
-    return [_halves(block_OBX, 208), block_OBX[..., 192:208].view(np.int8)]
-
-
-_FACTORS = {
-    "Q4_0": _scale, "Q5_0": _scale, "Q8_0": _scale, "Q4_1": _scale_and_minimum, "Q5_1": _scale_and_minimum,
-    "Q4_K": _eight_scales_and_minima, "Q5_K": _eight_scales_and_minima, "Q6_K": _sixteen_scales,
-}  # fmt: skip

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from sfi_core.distributed.ranks import local, ranks_of
-from sfi_core.models.block_linear import BlockLayer
+from sfi_core.models.blocks import Blocks
+from sfi_core.models.linear import BlockLayer
 from sfi_core.models.load import BUNDLED
 from sfi_core.models.rotation import most_positions
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
     """The bytes of a model's weights, by use; of a split model, this rank's part.
 
-    Shared weights count once in `total_bytes`. `unread_bytes` is the input embedding, or 0 where it is the
-    output matrix too, which a step reads. `routed_bytes` are the experts of mixtures, all layers together; of
-    a layer's `experts`, 0 without a mixture, a token goes through `active` ones.
+    Shared weights count once in `total_bytes`. `unread_bytes` is the input embedding, or 0 where a step reads it as the
+    output matrix. `routed_bytes` are the experts of all layers; of a layer's `experts`, a token goes through `active`.
     """
 
     total_bytes: int
@@ -31,24 +31,23 @@ class ModelWeights:
     def of(cls, model: Any) -> Self:
         """Take the numbers from a model of transformers, on any device, the meta device included."""
         config = model.config.get_text_config(decoder=True)
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        modules = model.named_modules()
-        packed = {name: module.blocks for name, module in modules if isinstance(module, BlockLayer)}
-        distinct = {id(blocks): name for name, blocks in packed.items()}  # shared weights count once
-        weights = {f"{name}.weight": packed[name].nbytes for name in distinct.values()} | {
-            name: local(weight).numel() * weight.itemsize for name, weight in model.named_parameters()
+        packed = {  # shared weights count once
+            id(module.blocks): (f"{name}.weight", module.blocks.nbytes)
+            for name, module in model.named_modules()
+            if isinstance(module, BlockLayer)
         }
-        if isinstance(embedding, BlockLayer):
-            embedding_bytes = embedding.blocks.nbytes
-            tied = isinstance(head, BlockLayer) and head.blocks is embedding.blocks
-        else:
-            embedding_bytes = local(embedding.weight).numel() * embedding.weight.itemsize
-            tied = head is not None and not isinstance(head, BlockLayer) and head.weight is embedding.weight
+        weights = dict(packed.values()) | {name: local(weight).nbytes for name, weight in model.named_parameters()}
+        embedding: Any
+        embedding, head = (
+            module.blocks if isinstance(module, BlockLayer) else getattr(module, "weight", None)
+            for module in (model.get_input_embeddings(), model.get_output_embeddings())
+        )
+        embedding_bytes = embedding.nbytes if isinstance(embedding, Blocks) else local(embedding).nbytes
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
         return cls(
             total_bytes=sum(weights.values()),
             embedding_bytes=embedding_bytes,
-            unread_bytes=0 if tied else embedding_bytes,
+            unread_bytes=0 if head is embedding else embedding_bytes,
             routed_bytes=sum(size for name, size in weights.items() if ".experts." in name),
             experts=experts or getattr(config, "n_routed_experts", None) or 0,
             active=getattr(config, "num_experts_per_tok", None) or 0,
@@ -57,8 +56,7 @@ class ModelWeights:
     def read(self, batch: int = 1) -> int:
         """Return the bytes that a step reads to decode one token of each of `batch` requests.
 
-        Of E experts with k active ones, B tokens read E (1 - (1 - k/E)^B) distinct experts, the expected
-        number where every token goes to k experts at random.
+        Of E experts with k active ones, B tokens at random read E (1 - (1 - k/E)^B) distinct ones on average.
         """
         share = 1.0
         if self.experts and self.active:

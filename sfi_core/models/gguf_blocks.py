@@ -6,16 +6,15 @@ transformers loads all else of the file, and of these matrices sees one number t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
 
 from sfi_core.machine.text import first_line
-from sfi_core.models.block_linear import BlockEmbedding, BlockLinear, Weights
 from sfi_core.models.blocks import BYTES, Blocks
-from sfi_core.models.gguf_file import PLAIN, Header, Tensor, read_header
+from sfi_core.models.gguf_file import PLAIN, Tensor, read_header, replaced
+from sfi_core.models.linear import BlockEmbedding, BlockLinear, Weights
 
 COMPARED = 8  # columns by which a processor is seen to change nothing but the order of rows
 
@@ -30,6 +29,7 @@ class GgufBlocks:
     @contextmanager
     def taken(self) -> Iterator[None]:
         """Keep matrices of blocks from transformers' loader inside; with `gguf_file.read_once` around it."""
+        import gguf  # noqa: PLC0415 - of an extra
         from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415 - looks for gguf
 
         plain = loader.load_gguf_checkpoint
@@ -37,23 +37,24 @@ class GgufBlocks:
         def load(path: str, return_tensors: bool = False, model_to_load: Any = None, **more: Any) -> Any:
             if not return_tensors:
                 return plain(path, **more)
-            header = _without_texts(read_header(path))
+            header = read_header(path)
+            # transformers parses every token of the vocabulary, at each look at the file; the config is made already
+            fields = {name: field for name, field in header.fields.items() if name != "tokenizer.ggml.tokens"}
+            header = replace(header, fields=fields)
             processor = loader.TENSOR_PROCESSORS.get(header.metadata["general.architecture"], loader.TensorProcessor)
-            with _reading(header):
+            with replaced(gguf, {"GGUFReader": lambda _: header}):
                 made = processor(config=plain(path)["config"])
             names = loader.get_gguf_hf_weights_map(model_to_load, made)
             rest = [t for t in header.tensors if not self._take(t, names.get(t.name), model_to_load, made.process)]
-            with _reading(replace(header, tensors=rest)):
+            header = replace(header, tensors=rest)
+            with replaced(gguf, {"GGUFReader": lambda _: header}):
                 parsed = plain(path, return_tensors=True, model_to_load=model_to_load, **more)
             for name, blocks in self._blocks.items():
                 parsed["tensors"][name] = torch.zeros(()).expand(blocks.shape)
             return parsed
 
-        loader.load_gguf_checkpoint = load
-        try:
+        with replaced(loader, {"load_gguf_checkpoint": load}):
             yield
-        finally:
-            loader.load_gguf_checkpoint = plain
 
     def _take(self, tensor: Tensor, name: str | None, model: Any, process: Callable[..., Any]) -> bool:
         # whether the loader is to leave a tensor out
@@ -86,20 +87,16 @@ class GgufBlocks:
 
 def _checked(tensor: Tensor, process: Callable[..., Any], why: str) -> Blocks:
     # the blocks with rows in transformers' order; raise `ValueError` for `why`, or where it changes more than that
-    if why:
-        raise ValueError(why)
-
-    def processed(weight: np.ndarray) -> Any:
-        result = process(weights=weight, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
-        if result.name != tensor.name or result.weights.shape != weight.shape:
-            raise ValueError("transformers changes its shape")
-        return result.weights
-
     import gguf  # noqa: PLC0415 - of an extra
 
-    count = len(tensor.data)
+    if why:
+        raise ValueError(why)
+    count, name = len(tensor.data), tensor.name
     number_OI = np.arange(count * COMPARED, dtype=np.float64).reshape(count, -1)
-    processed_OI = processed(number_OI.copy())
+    result = process(weights=number_OI.copy(), name=name, tensor_key_mapping={}, parsed_parameters={"tensors": {}})
+    processed_OI = result.weights
+    if result.name != name or processed_OI.shape != number_OI.shape:
+        raise ValueError("transformers changes its shape")
     order = (processed_OI[:, 0] // COMPARED).astype(np.int64)
     whole = np.array_equal(np.sort(order), np.arange(count))
     if not (whole and np.array_equal(processed_OI, number_OI[order])):
@@ -132,18 +129,3 @@ def _layer(module: Any, blocks: Blocks) -> torch.nn.Module:
         return layer
     module.weight = torch.nn.Parameter(blocks.floats(), requires_grad=False)  # its forward pass is of another kind
     return module
-
-
-def _without_texts(header: Header) -> Header:
-    # transformers parses every token of the vocabulary, at each look at the file; the config is made already
-    return replace(header, fields={name: f for name, f in header.fields.items() if name != "tokenizer.ggml.tokens"})
-
-
-@contextmanager
-def _reading(header: Header) -> Iterator[None]:
-    gguf: Any = import_module("gguf")  # of an extra
-    reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: header
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = reader

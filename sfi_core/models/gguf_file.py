@@ -8,11 +8,10 @@ import mmap
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from io import StringIO
 from math import prod
 from pathlib import Path
@@ -24,10 +23,7 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
-from sfi_core.errors import not_installed
-
 DTYPE = torch.float32  # what "auto" makes of quantized weights
-PACKAGES = ("gguf", "accelerate")  # transformers asks for both
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # how llama.cpp names the parts of a split file
 _reading = RLock()
 PIECE = 1 << 17  # numbers that are unpacked at once: they stay in a processor's cache
@@ -92,7 +88,7 @@ class Header:
                 raise ValueError(f"its GGUF version must be one of {VERSIONS}, got {version}")
             metadata = {}
             for _ in range(fields_count):
-                name = reader.text()
+                (name,) = reader.texts(1)
                 if name in metadata:
                     raise ValueError(f"it has {name[:80]!r} twice")
                 metadata[name] = reader.value(reader.number("I"))
@@ -113,13 +109,13 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, len(MAGIC)
 
-    def number(self, kind: str) -> Any:
-        (value,) = struct.unpack_from(f"<{kind}", self.data, self.at)
-        self.at += struct.calcsize(kind)
-        return value
+    def numbers(self, kind: str, count: int = 1) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{count}{kind}", self.data, self.at)
+        self.at += struct.calcsize(f"<{count}{kind}")
+        return values
 
-    def text(self) -> str:
-        return self.texts(1)[0]
+    def number(self, kind: str) -> Any:
+        return self.numbers(kind)[0]
 
     def texts(self, count: int) -> list[str]:
         data, at, most = self.data, self.at, len(self.data)
@@ -134,28 +130,18 @@ class _Reader:
         return texts
 
     def value(self, kind: int) -> Any:
-        if kind == TEXT:
-            return self.text()
-        if kind in NUMBERS:
-            return self.number(NUMBERS[kind])
-        if kind != LIST:
-            raise ValueError(f"its metadata has a value of an unknown type, {kind}")
-        kind, count = self.number("I"), self.number("Q")
-        if kind == TEXT:
-            return self.texts(count)
-        if kind not in NUMBERS:
-            raise ValueError(f"its metadata has a list of an unknown type, {kind}")
-        width = struct.calcsize(NUMBERS[kind])
-        if count > (len(self.data) - self.at) // width:
-            raise struct.error
-        values = struct.unpack_from(f"<{count}{NUMBERS[kind]}", self.data, self.at)
-        self.at += count * width
-        return list(values)
+        what, count = "value", 1
+        if is_list := kind == LIST:
+            what, kind, count = "list", self.number("I"), self.number("Q")
+        if kind != TEXT and kind not in NUMBERS:
+            raise ValueError(f"its metadata has a {what} of an unknown type, {kind}")
+        values = self.texts(count) if kind == TEXT else list(self.numbers(NUMBERS[kind], count))
+        return values if is_list else values[0]
 
     def tensors(self, count: int, alignment: Any) -> list[Tensor]:
         places = {}
         for _ in range(count):
-            name, rank = self.text(), self.number("I")
+            name, rank = self.texts(1)[0], self.number("I")
             if name in places:
                 raise ValueError(f"it has the tensor {name[:80]!r} twice")
             sizes = [self.number("Q") for _ in range(min(rank, DIMENSIONS))][::-1]
@@ -180,13 +166,6 @@ class _Reader:
         return Tensor(name, kind, np.frombuffer(self.data, dtype, prod(shape), begin).reshape(shape))
 
 
-def check_packages() -> None:
-    """Raise `BackendError` where a package that reads GGUF files is missing."""
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise not_installed("GGUF files need", package, "gguf")
-
-
 @contextmanager
 def read_once() -> Iterator[None]:
     """Let transformers read a file's head once, unpack it in large pieces, and show no progress bar.
@@ -196,26 +175,30 @@ def read_once() -> Iterator[None]:
     """
     import gguf  # noqa: PLC0415 - of an extra
 
-    with _reading:  # another thread's load waits: it would put back what it finds here
-        quick = [
-            (gguf, "GGUFReader", read_header), (gguf, "dequantize", _dequantizer(gguf)),
-            (gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
-        ]  # fmt: skip
+    with _reading, ExitStack() as stack:  # another thread's load waits: it would put back what it finds here
+        names = cache(gguf.get_tensor_name_map)
+        quick = {"GGUFReader": read_header, "dequantize": _dequantizer(gguf), "get_tensor_name_map": names}
+        stack.enter_context(replaced(gguf, quick))
+        stack.callback(read_header.cache_clear)
+        stack.enter_context(redirect_stderr(StringIO()))
         if hasattr(transformers, "GgufConfig"):  # since 5.17, with a reader of its own
-            readers = [
-                import_module(f"transformers.{name}") for name in ("integrations.gguf", "quantizers.quantizer_gguf")
-            ]
-            quick += [(reader, "read_gguf_metadata", _counted) for reader in readers]
-        slow = [(module, name, getattr(module, name)) for module, name, _ in quick]
-        try:
-            for module, name, function in quick:
-                setattr(module, name, function)
-            with redirect_stderr(StringIO()):
-                yield
-        finally:
-            read_header.cache_clear()
-            for module, name, function in slow:
-                setattr(module, name, function)
+            for name in ("integrations.gguf", "quantizers.quantizer_gguf"):
+                reader = import_module(f"transformers.{name}")
+                stack.enter_context(replaced(reader, {"read_gguf_metadata": _counted}))
+        yield
+
+
+@contextmanager
+def replaced(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, let names of a module have other values."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
 
 
 def _counted(path: str, texts: tuple[str, ...] = ()) -> tuple[dict[str, Any], list[str]]:
@@ -266,8 +249,7 @@ def part_names(file: str) -> list[str]:
 def read_header(path: str) -> Header:
     """Read a file's head, with the tensors of all parts if it is split.
 
-    Raise `OSError` for a missing file, `ValueError` for one that is damaged, not GGUF, or not the first of all its
-    parts.
+    Raise `OSError` for a missing file, `ValueError` for one that is damaged, not GGUF, or not the first of its parts.
     """
     file = Path(path)
     parts, header = part_names(file.name), Header.read(file)
@@ -286,10 +268,7 @@ def read_header(path: str) -> Header:
 
 
 def read_metadata(place: str, file: str, revision: str | None) -> dict[str, Any]:
-    """Return a file's metadata, under `tensors` the names of its tensors; of a split file, fetch all parts.
-
-    Raise as `read_header` does.
-    """
+    """Return a file's metadata, under `tensors` their names; fetch all parts of it. Errors are `read_header`'s."""
     first = cached_file(place, file, revision=revision)
     if not Path(place).is_dir():
         for name in part_names(file):

@@ -104,10 +104,11 @@ def _check_lists(facts: Mapping[str, Any]) -> None:
 
 def _backend(facts: Mapping[str, Any], bos: str | None) -> Tokenizer:
     kind, pre, tokens = facts.get("model"), facts.get("pre"), facts["tokens"]
+    numbers = {token: number for number, token in enumerate(tokens)}
     if kind == "llama":
-        backend, begins = _sentencepiece(facts), True
+        backend, begins = _sentencepiece(facts, numbers), True
     elif kind == "gpt2" and pre in SPLITS:
-        backend, begins = _byte_level(facts, pre), pre == "llama-bpe"
+        backend, begins = _byte_level(facts, numbers, pre), pre == "llama-bpe"
     else:
         raise ValueError(
             f"its tokenizer must be SentencePiece's or byte-level BPE split as one of {tuple(SPLITS)}, got {kind!r} "
@@ -127,9 +128,9 @@ def _backend(facts: Mapping[str, Any], bos: str | None) -> Tokenizer:
     return backend
 
 
-def _byte_level(facts: Mapping[str, Any], pre: str) -> Tokenizer:
+def _byte_level(facts: Mapping[str, Any], numbers: dict[str, int], pre: str) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in facts["merges"]]
-    backend = Tokenizer(models.BPE(_numbers(facts), merges, ignore_merges=pre == "llama-bpe"))
+    backend = Tokenizer(models.BPE(numbers, merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = SPLITS[pre]
@@ -137,36 +138,24 @@ def _byte_level(facts: Mapping[str, Any], pre: str) -> Tokenizer:
     return backend
 
 
-def _sentencepiece(facts: Mapping[str, Any]) -> Tokenizer:
-    # spaces are written as a letter of their own, and what no token has as bytes
-    unknown = facts["tokens"][facts.get("unknown_token_id", 0)]
-    model = models.BPE(_numbers(facts), _merges(facts), unk_token=unknown, fuse_unk=True, byte_fallback=True)
-    backend = Tokenizer(model)
-    begins = bool(facts.get("add_space_prefix", True))
-    backend.normalizer = normalizers.Sequence(
-        [*([normalizers.Prepend(SPACE)] if begins else []), normalizers.Replace(" ", SPACE)]
-    )
-    backend.decoder = decoders.Sequence(
-        [
-            decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(),
-            *([decoders.Strip(" ", 1, 0)] if begins else []),
-        ]
-    )  # fmt: skip
-    return backend
-
-
-def _merges(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _sentencepiece(facts: Mapping[str, Any], numbers: dict[str, int]) -> Tokenizer:
+    tokens, number = facts["tokens"], numbers.get
     # the file has each token's score and no merges: two tokens merge by the score of what they form
-    tokens, number = facts["tokens"], _numbers(facts).get
-    merges = [
+    scored = sorted(
         (-score, left, right)
         for token, score, type_ in zip(tokens, facts["scores"], facts["token_type"], strict=True)
         if type_ == NORMAL
         for cut in range(1, len(token))
         if (left := number(token[:cut])) is not None and (right := number(token[cut:])) is not None
-    ]
-    return [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]
-
-
-def _numbers(facts: Mapping[str, Any]) -> dict[str, int]:
-    return {token: number for number, token in enumerate(facts["tokens"])}
+    )
+    merges = [(tokens[left], tokens[right]) for _, left, right in scored]
+    unknown = tokens[facts.get("unknown_token_id", 0)]
+    # what no token has is written as bytes, and spaces as a letter of their own
+    backend = Tokenizer(models.BPE(numbers, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    encode: list[Any] = [normalizers.Replace(" ", SPACE)]
+    decode: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if facts.get("add_space_prefix", True):
+        encode.insert(0, normalizers.Prepend(SPACE))
+        decode.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer, backend.decoder = normalizers.Sequence(encode), decoders.Sequence(decode)
+    return backend

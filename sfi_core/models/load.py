@@ -9,14 +9,14 @@ import torch
 import transformers
 from transformers.distributed import DistributedConfig
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import join, mesh
 from sfi_core.errors import BackendError, ConfigError, InputError, SfiError, UnsupportedModelError, unknown
 from sfi_core.machine.text import first_line, shown
-from sfi_core.models.block_linear import round_weights, why_no_blocks
 from sfi_core.models.gguf_blocks import GgufBlocks
 from sfi_core.models.gguf_file import DTYPE, check_positions, read_metadata
 from sfi_core.models.gguf_tokenizer import build_tokenizer, set_tokens
+from sfi_core.models.linear import round_weights, why_no_blocks
 from sfi_core.models.source import Source, find_source, source_digest
 from sfi_core.settings.engine import WEIGHTS
 
@@ -44,7 +44,7 @@ def load(
     weights: str = "auto",
     check: Callable[[Any], None] | None = None,
 ) -> tuple[Any, Any]:
-    """Load a decoder-only model and its tokenizer; under torchrun, split by heads over all ranks.
+    """Load a decoder-only model, in evaluation mode, and its tokenizer; under torchrun, split by heads over all ranks.
 
     Args:
         model: Hub id, folder, GGUF file or alias (see `find_source`); None is the bundled checkpoint.
@@ -55,9 +55,6 @@ def load(
         weights: "auto" (a GGUF file's matrices stay its blocks on a CPU, in float32), "floats" (they are unpacked), or
             "int8": on a CPU all matrices are rounded to 8 bits, with a scale for 32 numbers.
         check: May refuse the checkpoint's config before its weights are read.
-
-    Returns:
-        The model in evaluation mode, and the tokenizer.
 
     Raises:
         InputError: The checkpoint is missing, incomplete or damaged.
@@ -85,8 +82,7 @@ def load(
             config = _decoder_config(source, common)
             digest = source_digest(source, revision) if together.size > 1 else None
             split = parallel_options(config, together.size, trust_remote_code=trust_remote_code)
-        if check is not None:
-            with together.agreed():
+            if check is not None:
                 check(config)
         together.check_same({"model": digest, "dtype": dtype, "device": where.type})
         if split:
@@ -97,16 +93,11 @@ def load(
             why = "asked for floats" if weights == "floats" else "not float32 on a CPU"
             if source.gguf is not None and kind in ("auto", DTYPE) and where.type == "cpu" and weights == "auto":
                 why = why_no_blocks()
+            # mismatched sizes are refused below, with the weight's name
+            reading = {"config": config, "dtype": kind, "output_loading_info": True, "ignore_mismatched_sizes": True}
             with nullcontext() if source.gguf is None or why else blocks.taken():
                 loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
-                    source.place,
-                    config=config,
-                    dtype=kind,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # refused below, with the weight's name
-                    **source.weights,
-                    **common,
-                    **split,
+                    source.place, **reading, **source.weights, **common, **split
                 )
             _check_complete(source.name, info)
             if source.gguf is not None:
@@ -120,10 +111,7 @@ def load(
 
 @contextmanager
 def readable(what: str, verb: str = "loaded") -> Iterator[None]:
-    """Turn what transformers and its readers raise for a checkpoint, which may be a stranger's, into an error of ours.
-
-    Raise `BackendError` for a missing package, else `InputError`.
-    """
+    """Turn what a checkpoint's readers raise into `BackendError` for a missing package, else `InputError`."""
     try:
         yield
     except SfiError:
@@ -173,10 +161,7 @@ def _check_complete(source: str, info: dict[str, Any]) -> None:
 
 
 def load_tokenizer(model: str | None = None, revision: str | None = None, **options: Any) -> Any:
-    """Load a model's tokenizer alone; `options` are transformers' own.
-
-    Raise `InputError` for a missing or damaged tokenizer, `BackendError` for a missing package.
-    """
+    """Load a model's tokenizer alone; `options` are transformers' own, errors those of `load`."""
     quiet()
     source = find_source(str(BUNDLED if model is None else model))
     _check_place(source)
@@ -242,11 +227,7 @@ def check_weights(weights: str, device: torch.device, dtype: torch.dtype | str) 
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a device's name into the device; under torchrun, into each rank's own.
-
-    Raise `ConfigError` for an unknown kind of device, or one device for several ranks, and `BackendError` for
-    a device that this machine lacks.
-    """
+    """Turn a device's name into the device; under torchrun into a rank's own. Raise `ConfigError` or `BackendError`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if torchrun.size() > 1 and name.startswith("cuda"):
@@ -266,16 +247,18 @@ def resolve_device(name: str) -> torch.device:
 
 
 def parallel_options(config: Any, size: int, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return `from_pretrained`'s arguments, besides a device mesh, for a model split over `size` ranks.
-
-    Raise `UnsupportedModelError` if the model's heads cannot be split.
-    """
+    """Return `from_pretrained`'s arguments to split a model, but for the device mesh; raise `UnsupportedModelError`."""
     if size == 1:
         return {}
     text = config.get_text_config(decoder=True)
     check_split(config, text.base_model_tp_plan or {}, size)
-    whole = text.vocab_size % size
-    plan = _plan_with_whole_head(config, trust_remote_code=trust_remote_code) if whole else "auto"
+    plan: Any = "auto"
+    if text.vocab_size % size:  # transformers refuses to split such a vocabulary: the head stays whole
+        with torch.device("meta"):
+            twin = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        heads = twin.get_output_embeddings(), twin.get_input_embeddings()  # where tied, they split as one
+        whole = {name for name, module in twin.named_modules() if module in heads}
+        plan = {module: style for module, style in twin.tp_plan.items() if module not in whole}
     return {"distributed_config": DistributedConfig(tp_plan=plan, tp_size=size)}
 
 
@@ -295,13 +278,3 @@ def check_split(config: Any, plan: dict[str, str], size: int) -> None:
     for field, heads in text.to_dict().items():
         if field.endswith("heads") and isinstance(heads, int) and heads % size:
             raise UnsupportedModelError(f"{field} must be a multiple of the {size} ranks, got {heads}")
-
-
-def _plan_with_whole_head(config: Any, *, trust_remote_code: bool) -> dict[str, str]:
-    # the vocabulary does not split evenly, and transformers refuses to split it otherwise
-    with torch.device("meta"):
-        twin = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    # where tied, they split as one
-    heads = twin.get_output_embeddings(), twin.get_input_embeddings()
-    whole = {name for name, module in twin.named_modules() if module in heads}
-    return {module: style for module, style in twin.tp_plan.items() if module not in whole}

@@ -14,11 +14,8 @@ def pass_rotation(config: Any) -> str:
     With transformers' `longrope` and `dynamic` a token's keys depend on the pass that read the token: pieces
     of another size, or a longer request beside it, give other keys, and other tokens.
     """
-    for rope in _ropes(config.get_text_config(decoder=True)):
-        kind = rope.get("rope_type")
-        if kind and (kind == "longrope" or "dynamic" in kind):
-            return str(kind)
-    return ""
+    kinds = (str(rope.get("rope_type")) for rope in _ropes(config.get_text_config(decoder=True)))
+    return next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), "")
 
 
 def most_positions(config: Any) -> int | None:
@@ -43,8 +40,8 @@ def most_positions(config: Any) -> int | None:
 
 def _ropes(text: Any) -> Iterator[dict[str, Any]]:
     # the parameters of the model, or by kind of layer
-    said = getattr(text, "rope_parameters", None) or {}
-    return (rope for rope in (said, *said.values()) if isinstance(rope, dict))
+    parameters = getattr(text, "rope_parameters", None) or {}
+    return (rope for rope in (parameters, *parameters.values()) if isinstance(rope, dict))
 
 
 def check_rotation(config: Any) -> None:

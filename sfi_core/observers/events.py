@@ -1,7 +1,7 @@
 """The events of a run, which observers receive.
 
-In every event `request` is a request's index, `step` its decoding step t and `layer` a transformer layer's
-index. Tensors are on the model's device.
+In every event `request` is a request's index, `step` its decoding step t, `batch_step` the batch's and `layer` a
+transformer layer's index. Tensors are on the model's device.
 """
 
 import time
@@ -17,19 +17,11 @@ import torch
 class RunEvent:
     """A run begins; mappings hold plain values.
 
-    Attributes:
-        batch: Requests that are decoded together.
-        requests: All requests, those that wait for a row included.
-        backend: "torch" or "triton".
-        config: The policy's settings.
-        trigger_token_ids: T_trig, ascending.
-        model: From `sfi_core.models.describe.describe_model`; docs/your_host.md makes the least that readers need.
-        audit: The audit's settings; None without an audit.
-        lossless: Whether sparse steps only draft, and full attention verifies the drafts.
-        rank: This process among those that share the model; its KV heads, those of `model`, begin at rank * H.
-        ranks: Processes that share the model.
-        run_id: 32 hexadecimal digits, unique to the run, the same on every rank.
-        began_unix_ns: When the run began on the first rank, in nanoseconds since 1970.
+    `batch` of all `requests` are decoded together. `config` are the policy's settings, `audit` those of the audit, if
+    there is one; `trigger_token_ids` is T_trig, ascending. `model` is what
+    `sfi_core.models.describe.describe_model` returns; docs/your_host.md makes the least that readers need. This process
+    is `rank` of the `ranks` that share the model; its KV heads, those of `model`, begin at rank * H. `run_id`, 32
+    hexadecimal digits, and `began_unix_ns`, since 1970, are the same on every rank.
     """
 
     batch: int
@@ -50,13 +42,9 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEvent:
-    """A forward pass is about to read a piece of the prompts.
+    """A forward pass is about to read a piece of the prompts: of `ids_BT` the last `count` of each request.
 
-    Attributes:
-        requests: The requests that are read.
-        ids_BT: Token ids, padded on the left.
-        count: Each request's own tokens, the last of T.
-        settings: Settings of these requests that differ from `RunEvent.config`, plain values.
+    `settings` are those of these requests that differ from `RunEvent.config`, plain values.
     """
 
     requests: tuple[int, ...]
@@ -69,16 +57,10 @@ class PromptEvent:
 class BeginStepEvent:
     """The batch enters a step, or a piece of the prompt.
 
-    Attributes:
-        step: Step of the batch; 0 is the prompts' last piece, -1 an earlier one. A request that takes the row
-            of a finished one has its prompt read in a batch step of its own.
-        slow: Requests with g_t = 1.
-        fast: The other unfinished requests.
-        reads_prompt: Whether prompts are read.
-        cached_tokens: Cached tokens of these requests, the step's own included.
-        moved_bytes: Bytes of K and V that attention will read, as far as known; see `StepEvent`.
-        not_replayed: Why the step is not replayed on a device with CUDA graphs, unless the user turned graphs
-            off; empty for no reason.
+    `step` is the batch's: 0 is the prompts' last piece, -1 an earlier one; a request that takes the row of a finished
+    one has its prompt read in a batch step of its own. The unfinished requests are `slow` (g_t = 1) or `fast`; they
+    have `cached_tokens`, the step's own included, and attention will read `moved_bytes`, as in `StepEvent`.
+    `not_replayed` says why a device with CUDA graphs does not replay the step, unless the user turned graphs off.
     """
 
     step: int
@@ -91,7 +73,7 @@ class BeginStepEvent:
 
     @property
     def kind(self) -> str:
-        """The kind of step: "prefill", "slow", "fast" or "mixed"."""
+        """What the step is: "prefill", "slow", "fast" or "mixed"."""
         if self.reads_prompt or self.step <= 0:
             return "prefill"
         return "mixed" if self.slow and self.fast else "slow" if self.slow else "fast"
@@ -101,28 +83,18 @@ class BeginStepEvent:
 class StepEvent:
     """One finished decoding step of one request.
 
-    Attributes:
-        step: Decoding step t of the request; 0 is the prefill's last position.
-        batch_step: The batch's step.
-        position: Position of the query token.
-        token_id: The token this step generated, x_t.
-        slow: Whether the step ran dense attention, g_t.
-        reason: Why it was slow: "first", "trigger", "t_max", ...; empty for a fast step.
-        steps_since_slow: Fast steps since the last slow step.
-        attended_tokens: Tokens that attention read per KV head, the mean over the full-attention layers.
-        selection_tokens: What choosing read, in tokens' worth, the same mean; `cache read` is the sum of both.
-        context_tokens: Tokens that full attention reads.
-        elapsed_us: Wall time of the batch's step, in microseconds; an audited step's includes the audit.
-        audited: Whether the audit looked at the step.
-        drafted: Lossless runs: whether a fast step drafted the token and verification kept it. `step` is the
-            drafting step; other tokens have the step of their verification.
-        draft_token_id: Lossless runs: the token drafted here, kept or not; None without a draft.
-        graphs: Whether the step was replayed as a CUDA graph; None for unknown.
-        slow_requests: Requests of the batch's step that read everything, prompts included.
-        fast_requests: The other requests of the batch's step.
-        cached_tokens: Cached tokens of all of them, the step's own included.
-        moved_bytes: Bytes of K and V that attention read for all of them in the full-attention layers, once a
-            request. With tensor parallelism, those of the rank's heads.
+    Step 0 is the prefill's last position. The step generated `token_id`, x_t, from a query at `position`. It was `slow`
+    (g_t: dense attention) for a `reason`: "first", "trigger", "t_max", ..., "" for none; `steps_since_slow` counts the
+    fast steps since. Per KV head, the mean over the full-attention layers, attention read `attended_tokens` of the
+    `context_tokens` that full attention reads, and choosing `selection_tokens`' worth; `cache read` is the sum of both.
+    An audited step's time has the audit in it.
+
+    In a lossless run `drafted` says whether a fast step, `step`, drafted the token and verification kept it; other
+    tokens have the step of their verification. `draft_token_id` is the token drafted here, kept or not, if any.
+
+    Of the batch's step: its wall time `elapsed_us`; whether it was replayed as a CUDA graph (`graphs`); its requests,
+    those that read everything, prompts included, and the others; their `cached_tokens`, the step's own included; and
+    the bytes of K and V that attention read for them in the rank's full-attention layers, once a request.
     """
 
     request: int
@@ -151,20 +123,12 @@ class StepEvent:
 class VerificationEvent:
     """A forward pass of a lossless run has verified a request's draft; its steps' events follow.
 
-    Attributes:
-        step: Decoding step of the last token of the pass: the step whose row is slow.
-        batch_step: The batch's step.
-        base: Verified tokens in the cache before the pass, the prompt's included.
-        drafted: Drafted tokens that were tested.
-        accepted: Drafted tokens that were kept; the token after them is full attention's own.
-        reason: Why the draft ended: a `StepEvent.reason`, "limit" (`draft.max_tokens`, or fewer where
-            `draft.adaptive`), "stop" (a drafted stop token), "room" (no more tokens may be
-            generated) or "rejected" (the step after a rejection).
-        evidence_position: Position of the query whose logits selected; None without a selection, or where a
-            rejected token took it along.
-        attended_tokens: Tokens that attention read per KV head in the drafting steps and the verification.
-        selection_tokens: What choosing read in them, in tokens' worth.
-        elapsed_us: Wall time of the pass, in microseconds.
+    `step` is that of the pass's last token, whose row is slow. The cache held `base` verified tokens. Of the `drafted`
+    tokens `accepted` were kept; the token after them is full attention's own. The draft's end has a `reason`: that of a
+    `StepEvent`, "limit" (`draft.max_tokens`, or fewer if `draft.adaptive`), "stop" (a drafted stop token), "room" (no
+    more tokens may be generated) or "rejected" (the step after a rejection). The query at `evidence_position` selected;
+    None without a selection, or where a rejected token took it along. Tokens read are those of the drafting steps and
+    the verification, `elapsed_us` is the pass's.
     """
 
     request: int
@@ -184,13 +148,10 @@ class VerificationEvent:
 class SelectionEvent:
     """The selected memory of one request and layer was refreshed.
 
-    Attributes:
-        index_HK: Selected positions by KV head, int32, padded with -1.
-        diagnostics: The policy's tensors, such as `lambda_star`.
-        reason: "" for a refresh at a slow step; "correction" where a KV head's query moved (FreeKV, fine-grained
-            correction); "speculative" for a selection that serves the next step (FreeKV, speculative retrieval).
-        heads_H: KV heads that selected, bool [H]; None for all. Other rows of `index_HK` and of the diagnostics do not
-            count.
+    `index_HK` are selected positions by KV head, int32, padded with -1, `diagnostics` the policy's tensors, such as
+    `lambda_star`. The `reason` is "" at a slow step, "correction" where a KV head's query moved (FreeKV, fine-grained
+    correction) and "speculative" for the next step's selection (FreeKV, speculative retrieval). Only `heads_H`, bool,
+    selected and count; None for all.
     """
 
     request: int
@@ -204,12 +165,9 @@ class SelectionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallEvent:
-    """One layer of one request fetched rows of keys and values from the host.
+    """One layer of one request fetched `rows_H` rows of keys and values from the host, by KV head, int32.
 
-    Attributes:
-        rows_H: Fetched rows of K and V by KV head, int32 [H].
-        row_bytes: Bytes of one head's row, key and value.
-        waited_us: Microseconds that the step waited for the rows.
+    One head's row, key and value, has `row_bytes`. The step waited `waited_us` microseconds for the rows.
     """
 
     request: int
@@ -225,18 +183,14 @@ class AuditEvent:
     """One layer of an audited step, compared with dense attention.
 
     Probabilities are the softmax over all cached tokens, averaged over a KV head's query heads; a learned
-    sink logit takes no share. Tensors have the audited KV heads only.
+    sink logit takes no share. Tensors have the audited KV `heads` only.
 
     Attributes:
-        slow: Whether the step was slow, g_t.
-        heads: The audited KV heads.
         index_HK: Positions of the K highest probabilities, int32, ascending, padded with -1.
         mass_HK: Their probabilities, float32; 0 where padded.
         retained_H: Probability of the positions that the step attended; 1 for a slow step.
-        query_cosine_H: Cosine of the query with the previous step's, averaged over the query heads (FreeKV, C_i); NaN
-            without a previous step.
-        output_error_H: Norm of the difference between the step's attention output and dense attention's, over the norm
-            of the latter.
+        query_cosine_H: Cosine of the query with the last step's, the query heads' mean (FreeKV, C_i); NaN for none.
+        output_error_H: Norm of the attention output minus dense attention's, over the latter's norm.
         read_HK: Whether the step attended to each of `index_HK`, bool.
         top_1_read_H: Share of the query heads whose most probable position the step attended, float32.
         retained_min_H: `retained_H` of the query head that retained least. Observers that skip the last three get None.
@@ -261,15 +215,10 @@ class AuditEvent:
 class LogitsEvent:
     """Next-token distributions of fast steps, compared with dense attention's.
 
-    From an audited step with fast requests, or from the tested drafts of a lossless run.
-
-    Attributes:
-        requests: The fast requests; of a verification, the request of each tested token.
-        steps: Their decoding steps t.
-        kl_R: Kullback-Leibler divergence of the step's distribution from dense attention's, in nats.
-        agrees_R: Whether both have the same most probable token.
-        dense_token_R: The most probable token under dense attention.
-        dense_probability_R: Its probability there.
+    From an audited step with fast requests, or from the tested drafts of a lossless run: `requests` and `steps` are
+    those of each row. `kl_R` is the Kullback-Leibler divergence of the step's distribution from dense attention's, in
+    nats, `agrees_R` whether both have the same most probable token, `dense_token_R` that of dense attention with its
+    `dense_probability_R`.
     """
 
     requests: tuple[int, ...]

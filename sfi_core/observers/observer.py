@@ -11,12 +11,10 @@ from sfi_core.observers import events
 
 NOTHING = nullcontext()
 AHEAD = "ahead"  # the span of a forward pass that is launched before its step begins
-HANDLERS: dict[type[events.Event], str] = {  # `on_begin_step` for `BeginStepEvent`
+HANDLERS: dict[type[events.Event], str] = {  # an observer's method for each event: `on_begin_step` for `BeginStepEvent`
     kind: "on_" + re.sub(r"\B([A-Z])", r"_\1", kind.__name__.removesuffix("Event")).lower()
     for kind in get_args(events.Event)
 }
-
-
 SPANS = "spans"  # among `Observer.wants`: the spans that happen to exist
 EVERY_SPAN = "every span"  # those inside steps too, so that no step is replayed as a CUDA graph
 Wanted = frozenset[type[events.Event] | str]
@@ -24,13 +22,9 @@ EVERYTHING: Wanted = frozenset({*HANDLERS, SPANS, EVERY_SPAN})
 
 
 class Observer(Protocol):
-    """Receives events and brackets spans; must not change what the core computes.
+    """Receives events and brackets spans; must not change what the core computes."""
 
-    Attributes:
-        wants: The kinds of events that it uses, `SPANS` for spans and `EVERY_SPAN`. Others may come all the same.
-    """
-
-    wants: Wanted
+    wants: Wanted  # the kinds of events that it uses, `SPANS` for spans and `EVERY_SPAN`; others may come all the same
 
     def on(self, event: events.Event) -> None:
         """Receive an event; an observer may see several runs in turn."""
@@ -40,49 +34,23 @@ class Observer(Protocol):
 
 
 class NullObserver:
-    """Observes nothing, at no cost: a base for observers, which override `on_step` and the like, or `on`.
-
-    What a class overrides is what it `wants`, unless it says so itself.
-    """
+    """Observes nothing: a base for observers, who want what they define: methods of `HANDLERS`, `on` or `span`."""
 
     wants: Wanted = frozenset()
 
     def __init_subclass__(cls) -> None:
-        """Note what the class overrides."""
+        """Note what the class has."""
         super().__init_subclass__()
         if "wants" not in vars(cls):
-            cls.wants = _overridden(cls)
+            hears = cls.on is not NullObserver.on
+            wanted = {event for event, handler in HANDLERS.items() if hears or hasattr(cls, handler)}
+            cls.wants = frozenset({*wanted, *((SPANS, EVERY_SPAN) if cls.span is not NullObserver.span else ())})
 
     def on(self, event: events.Event) -> None:
-        """Hand the event to its own method."""
-        getattr(self, HANDLERS[type(event)])(event)
-
-    def on_run(self, event: events.RunEvent) -> None:
-        """A run begins."""
-
-    def on_prompt(self, event: events.PromptEvent) -> None:
-        """A pass is about to read a piece of the prompts."""
-
-    def on_begin_step(self, event: events.BeginStepEvent) -> None:
-        """A step begins."""
-
-    def on_step(self, event: events.StepEvent) -> None:
-        """One step of one request has ended."""
-
-    def on_verification(self, event: events.VerificationEvent) -> None:
-        """A pass of a lossless run has verified a request's draft."""
-
-    def on_selection(self, event: events.SelectionEvent) -> None:
-        """The selected memory of one request and layer was refreshed."""
-
-    def on_recall(self, event: events.RecallEvent) -> None:
-        """One layer of one request fetched rows from the host."""
-
-    def on_audit(self, event: events.AuditEvent) -> None:
-        """One layer of an audited step has attended."""
-
-    def on_logits(self, event: events.LogitsEvent) -> None:
-        """The next-token distributions of an audited step are known."""
+        """Hand the event to its own method, if there is one."""
+        handler = getattr(self, HANDLERS[type(event)], None)
+        if handler is not None:
+            handler(event)
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Bracket nothing."""
@@ -130,14 +98,6 @@ def as_one(observers: Sequence[Observer]) -> Observer:
     if len(observers) == 1 and hasattr(observers[0], "wants"):
         return observers[0]
     return Observers(observers) if observers else NullObserver()
-
-
-def _overridden(kind: type[NullObserver]) -> Wanted:
-    def overrides(method: str) -> bool:
-        return getattr(kind, method) is not getattr(NullObserver, method)
-
-    wanted = {event for event, handler in HANDLERS.items() if overrides("on") or overrides(handler)}
-    return frozenset({*wanted, SPANS, EVERY_SPAN} if overrides("span") else wanted)
 
 
 class HeldSelections(Observers):

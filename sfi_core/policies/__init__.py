@@ -24,12 +24,8 @@ __all__ = [
 def _own(name: str) -> type[Policy]:
     # the class of a file in `built_in`: the only policy that the file itself defines
     module = import_module(f"{__name__}.built_in.{name.replace('-', '_')}")
-    (policy,) = (
-        kind
-        for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, Policy) and kind.__module__ == module.__name__
-    )
-    return policy
+    policies = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, Policy)]
+    return next(policy for policy in policies if policy.__module__ == module.__name__)
 
 
 POLICIES: dict[str, type[Policy]] = {name: _own(name) for name in built_in()}

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.functional import pad
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.code_scan import BatchCodes, Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.step_descriptor import StepDescriptor
@@ -32,8 +33,7 @@ class Evidence:
         logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
             window is the current query. Clone what is to be kept: the next step overwrites them.
         log_sum_BHGW: Their log-sum-exp over J, if the attention has computed it.
-        interval: J as its first position and one past its last, for one request of the torch backend, which
-            needs no masks then; None otherwise.
+        interval: J's first position and one past its last, for one request of the torch backend, without masks.
         length_B: Each request's tokens, int32, where logits behind them are undefined; None otherwise.
         span: Opens a span of the selection, for observers.
         wants_diagnostics: Whether an observer wants the selection's diagnostics.
@@ -90,10 +90,9 @@ class LayerContext(Evidence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchContext:
-    """One layer of a decoding pass: all rows of the batch, no number of the host's.
+    """One layer of a decoding pass: all rows of the batch, no number of the host's; the operands of `code_scan`.
 
-    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast; the rest
-    are the operands of `code_scan`.
+    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast.
     """
 
     backend: str
@@ -125,13 +124,6 @@ class Selection:
     by: str | None = None
 
 
-class Rule(Protocol):
-    """Decides when a slow step is due; `triggers.trigger.Trigger` is the one of a run."""
-
-    def reason(self, state: RequestState) -> str:
-        """Return why the next step is slow, or "" if it is fast."""
-
-
 class Companion:
     """What some policies tell the engine besides; `Policy.companion` is the policy itself if it inherits this too.
 
@@ -139,10 +131,7 @@ class Companion:
     """
 
     def choose(self, batch: BatchContext) -> Choice | None:
-        """Choose what all fast requests read, in launches that a CUDA graph can hold.
-
-        Called in every pass that decodes; None where no request is fast.
-        """
+        """Choose in a decoding pass what all fast requests read, in launches that a CUDA graph can hold, if any is."""
         return None
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
@@ -160,10 +149,6 @@ class Companion:
     def first_bytes(self, layer: LayerShape) -> int | None:
         """Return the bytes a position that a prompt's first selection needs at its peak; None for the logits' alone."""
         return None
-
-    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer that is not left dense to keep on the device if there is room."""
-        return ()
 
 
 NO_COMPANION = Companion()
@@ -186,17 +171,12 @@ class Policy:
         offloads: Runs over a store with most keys and values in host memory.
         most_fast_steps: The most fast steps in a row, while an anchored recent segment grows; None for no limit.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
-        selects_before: Whether the class has a `select_before` or chooses; so `selects_after`.
-        selects_next: Whether it has a companion's `select_next`; so `chooses` and `mixes_heads` (`dense_heads`).
-        selects: Whether it selects before, after or next.
-        triggered: Whether its `plan` may ask the trigger.
+        selects_before: Whether the class has a `select_before` or chooses; so `selects_after`, `selects_next`,
+            `chooses`, `mixes_heads` (`dense_heads`), `triggered` (`plan`), and `selects` for any selection.
     """
 
-    prompt_only = fills = False
+    prompt_only = fills = evicts = drafts = offloads = False
     fixed: ClassVar[Mapping[str, Any]] = {}
-    evicts = False
-    drafts = False
-    offloads = False
     most_fast_steps: int | None = None
     key_width = 0
     selects_before = selects_after = selects_next = selects = chooses = mixes_heads = triggered = False
@@ -214,7 +194,7 @@ class Policy:
         cls.triggered = cls.plan is not Policy.plan
         cls.fills = vars(cls).get("fills", False)  # not a base's: its hooks may be others
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """Take the settings; `layers` are the model's full-attention layers."""
         self.config = self.adapt(config)
         self.trigger = trigger
@@ -222,9 +202,8 @@ class Policy:
     @classmethod
     def adapt(cls, config: SfiConfig) -> SfiConfig:
         """Return the settings that the method runs with: those that it has `fixed`, and the others of `config`."""
-        return config.replace(
-            **{name: value(config) if callable(value) else value for name, value in cls.fixed.items()}
-        )
+        changes = {name: value(config) if callable(value) else value for name, value in cls.fixed.items()}
+        return config.replace(**changes)
 
     @classmethod
     def refreshes(cls) -> bool:
@@ -256,8 +235,8 @@ class Policy:
         return 0
 
     def resident(self, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer, of `heads`, to keep on the device if there is room."""
-        return range(heads) if layer in self.config.dense_layers else self.companion.resident_heads(layer, heads)
+        """Return the KV heads of a layer, of `heads`, to keep on the device if there is room: all of a dense layer."""
+        return range(heads) if layer in self.config.dense_layers else ()
 
     def selection_tokens(self, state: RequestState) -> float:
         """Return the reads of the selection in a fast step, in tokens (key and value) per KV head."""
@@ -265,13 +244,10 @@ class Policy:
 
 
 class EvidencePolicy(Policy):
-    """A policy whose `select_after` needs only the `Evidence` of a layer.
-
-    Its selection can run beside the next layers, and inside a CUDA graph.
-    """
+    """A policy whose `select_after` needs only `Evidence`: it can run beside the next layers, and in a CUDA graph."""
 
     def select_after(self, context: Evidence) -> Selection | None:
-        """See `Policy.select_after`."""
+        """See `Policy`."""
         return None
 
 
@@ -284,10 +260,9 @@ def best(context: Evidence, score_BHT: torch.Tensor, budget: int) -> Selection:
 class Triggered(Policy):
     """Base of the policies whose slow steps the trigger decides."""
 
-    drafts = True
-    offloads = True
+    drafts = offloads = True
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
         super().__init__(config, trigger, layers)
         longest = {"stride": self.config.stride, "never": None, "always": 0}

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from sfi_core.policies.base import LayerContext, Notes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -23,9 +23,9 @@ def moments_of(key_HPND: torch.Tensor) -> Pair:
 def extremes(
     context: LayerContext, place: int, page: int, summary: Callable[[torch.Tensor], Pair] = extremes_of
 ) -> Pair:
-    """Return the minimum and maximum of each channel, by page of a request's keys: [H, P, D] float32 each.
+    """Return the `summary` of each channel, by page of a request's keys, the last maybe incomplete: [H, P, D] float32.
 
-    Those of full pages are kept in the notes; the last page may be incomplete. `summary` may be another one.
+    Those of full pages are kept in the notes.
     """
     note, length = context.notes[place], context.states[place].length
     summarized = note["low"].shape[1] * page if "low" in note else 0
@@ -73,11 +73,10 @@ def likely_logits(query_HGD: torch.Tensor, mean_HPD: torch.Tensor, deviation_HPD
 
 
 def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int) -> torch.Tensor:
-    """Return the positions of the pages with the highest scores; the lower page wins a tie.
+    """Return the positions of the pages with the highest scores, ascending, [H, min(budget, |J|)] int32.
 
-    Equals Top-K over positions with the scores of their pages, but sorts only the pages. Without a sync.
-    `page` are the tokens of a page; `allowed` is the candidate set J: its first position, and one past its
-    last. The last page taken may be cut short. Return ascending positions, [H, min(budget, |J|)] int32.
+    Equals Top-K over positions with the scores of their pages, but sorts only the pages. Without a sync. `page` are
+    the tokens of a page; `allowed` is J: its first position, and one past its last. The last page may be cut short.
     """
     H, P = score_HP.shape
     first, stop = allowed

@@ -13,13 +13,105 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.errors import ConfigError, InputError, unknown
+from sfi_core.errors import ConfigError, InputError, SfiError, unknown
 from sfi_core.machine.files import read_text
-from sfi_core.settings import parts
-from sfi_core.settings.fields import Table, check_names, setting
+from sfi_core.settings.fields import Table, setting
 
-RECENT_MODES = ("anchored", "sliding")
+WIDEST = 1 << 16  # tokens of a page or a window: beyond, memory runs out before a model does
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectorConfig(Table):
+    """Hyperparameters of the Selector (Algorithm 2)."""
+
+    alpha: float = setting(0.5, "Exponent of the power mean, Eq. 7. Paper gap: the released code's.", above=0, most=1)
+    gamma: float = setting(0.5, "Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.", least=0)
+    beta: float = setting(
+        -math.log(0.6) / 0.9, "Strength of the global recency decay, Eq. 11. Paper gap: the released code's.", least=0
+    )
+    power: float = setting(1.8, "Curvature p of the recency decay, Eq. 11. Paper gap: the released code's.", least=1)
+    eta: float = setting(0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0)
+    lambda_clip: float = setting(0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1)
+    alpha_soft: float = setting(0.5, "Soft-NMS strength, Eq. 21.", least=0)
+    radius: int = setting(16, "Half-width of N(j), in tokens. Paper gap: the released code's.", least=0, most=WIDEST)
+    alpha_cross: float = setting(0.35, "Cross-head exclusivity strength, Eq. 23.", least=0)
+    temperature: float = setting(2.0, "Temperature T of Eq. 22. Paper gap: the released code's.", above=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaselineConfig(Table):
+    """Settings of Quest."""
+
+    page: int = setting(16, "Tokens of a page under quest.", least=1)
+    score: str = setting(
+        "bounds",
+        "A page's score under quest: the paper's bound of its logits, or, in a variant of ours, their mean plus "
+        "their deviation.",
+        choices=("bounds", "deviation"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeKVConfig(Table):
+    """Settings of FreeKV (Liu et al., 2025)."""
+
+    page: int = setting(32, "Tokens of a page under freekv, which selects and recalls whole pages.", least=1)
+    tau: float = setting(
+        0.8,
+        "A KV head selects before it attends if the pooled cosine of its query with the last step's is below "
+        "this: with -1 never, with 1 whenever the query has changed. The paper takes 0.8 for long inputs and "
+        "0.9 for long generations.",
+        least=-1,
+        most=1,
+    )
+    first_layer_dense: bool = setting(True, "Leave the first full-attention layer dense, as the paper does.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncKVConfig(Table):
+    """Settings of SyncKV."""
+
+    heads: str | None = setting(
+        None,
+        "File of head clusters, from `sfi tune heads`; none is heads.json in the model's folder. even takes groups "
+        "of four neighbors as clusters, for random weights.",
+    )
+    stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
+    static: float = setting(
+        0.5, "Share of the budget for positions of the prompt that stay selected, the paper's rho.", least=0, most=1
+    )
+    suspension: str = setting(
+        "dense",
+        "What representatives read between two anticipations. Paper gap: dense is Algorithm 1, line 22; "
+        "sparse lets them read what their cluster reads.",
+        choices=("dense", "sparse"),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeScanConfig(Table):
+    """Settings of `codescan`."""
+
+    rest: float = setting(
+        0.2,
+        "A pseudo token with the mean value stands for all that is not read. This is its share of the "
+        "estimated attention on that; 0 for no pseudo token.",
+        least=0,
+        most=1,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig(Table):
+    """How many tokens a lossless run drafts."""
+
+    max_tokens: int = setting(16, "Most tokens drafted before a verification.", least=1)
+    adaptive: bool = setting(
+        True,
+        "Draft as many tokens as give the most tokens per byte, by the share of the request's drafts that "
+        "were accepted so far and the bytes that a fast step and a verification read.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +125,7 @@ class SfiConfig(Table):
         "How the recent window moves. anchored keeps its start from one slow step to the next, so that every "
         "token is read or could have been selected; sliding is the paper's. Paper gap: with sliding, a token "
         "that leaves the window between two slow steps is neither.",
-        choices=RECENT_MODES,
+        choices=("anchored", "sliding"),
     )
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
     page_size: int = setting(
@@ -42,7 +134,7 @@ class SfiConfig(Table):
         "sparse kernels read pages (docs/evidence/granularity.md has what pages cost). vLLM has pages of 16 on a "
         "GPU and of 128 on a CPU.",
         least=1,
-        most=parts.WIDEST,
+        most=WIDEST,
     )
     t_max: int = setting(64, "Most fast steps in a row; 0: all slow.", least=0)
     min_gap: int = setting(
@@ -65,7 +157,7 @@ class SfiConfig(Table):
         least=1,
     )
     span: int = setting(
-        10, "Evidence is max-pooled over this many positions on each side; 0 is the paper.", least=0, most=parts.WIDEST
+        10, "Evidence is max-pooled over so many positions each side; 0 is the paper.", least=0, most=WIDEST
     )
     trigger_policy: str = setting(
         "boundary",
@@ -76,20 +168,16 @@ class SfiConfig(Table):
     stride: int = setting(16, "Steps from one slow step to the next under stride.", least=1)
     random_rate: float = setting(0.05, "Probability of a step to be slow under random.", least=0, most=1)
     trigger_seed: int = setting(0, "Seed of the trigger random and of the policy random-k.")
-    triggers: tuple[str, ...] = setting(
-        (".", "?", "!", ";", "\n"), "Strings that end a sentence. The tokenizer turns them into token ids."
-    )
-    trigger_token_ids: tuple[int, ...] | None = setting(
-        None, "Token ids that end a sentence, in place of triggers.", least=0
-    )
+    triggers: tuple[str, ...] = setting((".", "?", "!", ";", "\n"), "Strings that end a sentence, made into token ids.")
+    trigger_token_ids: tuple[int, ...] | None = setting(None, "Ids that end a sentence, in place of triggers.", least=0)
     window_prefill: int = setting(16, "How many of the prompt's last queries make the first selection, W.", least=1)
     dense_layers: tuple[int, ...] = setting((), "Layers that always attend densely.", least=0)
-    selector: parts.SelectorConfig = field(default_factory=parts.SelectorConfig)
-    baseline: parts.BaselineConfig = field(default_factory=parts.BaselineConfig)
-    freekv: parts.FreeKVConfig = field(default_factory=parts.FreeKVConfig)
-    synckv: parts.SyncKVConfig = field(default_factory=parts.SyncKVConfig)
-    codescan: parts.CodeScanConfig = field(default_factory=parts.CodeScanConfig)
-    draft: parts.DraftConfig = field(default_factory=parts.DraftConfig)
+    selector: SelectorConfig = field(default_factory=SelectorConfig)
+    baseline: BaselineConfig = field(default_factory=BaselineConfig)
+    freekv: FreeKVConfig = field(default_factory=FreeKVConfig)
+    synckv: SyncKVConfig = field(default_factory=SyncKVConfig)
+    codescan: CodeScanConfig = field(default_factory=CodeScanConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
 
     @classmethod
     def preset(cls, name: str) -> Self:
@@ -104,22 +192,15 @@ class SfiConfig(Table):
 
         Raise `ConfigError` for a text that is no TOML, and as `replace`.
         """
-        try:
-            changes = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
-            raise ConfigError(f"config text is not valid TOML: {error}") from error
-        changes.pop("provenance", None)
-        return cls().replace(**changes)
+        return cls().replace(**_parsed(text, "config text", ConfigError))
 
     def replace(self, /, **changes: Any) -> Self:
         """Copy with other values; a table such as `selector` takes a mapping of the fields to change.
 
         Raise `ConfigError` for an unknown name, or a value of the wrong type or out of range.
         """
-        check_names(SfiConfig, changes)
-        for name, kind in PARTS.items():
+        for name in PARTS:
             if isinstance(part := changes.get(name), Mapping):
-                check_names(kind, part)
                 changes[name] = dataclasses.replace(getattr(self, name), **part)
         return dataclasses.replace(self, **changes)
 
@@ -143,17 +224,13 @@ def checked_config(config: SfiConfig | None) -> SfiConfig:
     if config is None:
         return SfiConfig()
     if not isinstance(config, SfiConfig):
-        kind = type(config).__name__
-        hint = "SfiConfig().replace(**config) takes a dict's settings" if isinstance(config, Mapping) else "or None"
-        raise ConfigError(f"config must be an SfiConfig, got a {kind}; {hint}")
+        hint = "SfiConfig().replace(**config) takes a dict's settings"
+        raise ConfigError(f"config must be an SfiConfig or None, got a {type(config).__name__}; {hint}")
     return config
 
 
-PARTS: dict[str, Any] = {  # the nested tables, which are those of a TOML file too
-    setting_field.name: setting_field.default_factory
-    for setting_field in dataclasses.fields(SfiConfig)
-    if setting_field.default_factory is not dataclasses.MISSING
-}
+# the nested tables, which are those of a TOML file too
+PARTS = [part.name for part in dataclasses.fields(SfiConfig) if part.default_factory is not dataclasses.MISSING]
 
 
 def changed_settings(config: Mapping[str, Any], preset: str = "default") -> dict[str, Any]:
@@ -167,7 +244,7 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
-            flat |= {f"{name}.{inner}": inner_value for inner, inner_value in flat_settings(value).items()}
+            flat |= {f"{name}.{inner}": item for inner, item in flat_settings(value).items()}
         else:
             flat[name] = list(value) if isinstance(value, tuple) else value
     return flat
@@ -179,26 +256,27 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raise `InputError` for a file that cannot be read or is no TOML.
     """
     try:
-        values = tomllib.loads(read_text(path))
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"config {path} cannot be read: {reason}") from error
+    return _parsed(text, f"config {path}", InputError)
+
+
+def _parsed(text: str, what: str, kind: type[SfiError]) -> dict[str, Any]:
+    try:
+        values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also thousands of digits, or of brackets
-        raise InputError(f"config {path} is not valid TOML: {error}") from error
+        raise kind(f"{what} is not valid TOML: {error}") from error
     values.pop("provenance", None)
     return values
 
 
-def toml_lines(values: Mapping[str, Any], notes: Mapping[str, str] | None = None) -> str:
-    """Write values as lines of TOML, each with its note; None, which TOML lacks, as a comment or not at all."""
+def toml_lines(values: Mapping[str, Any]) -> str:
+    """Write values as lines of TOML, without None, which TOML lacks."""
     # JSON's strings, numbers, booleans and arrays are TOML, except for escaped surrogates and a bare DEL
-    texts = {
-        n: json.dumps(v, ensure_ascii=False).replace("\x7f", "\\u007f") for n, v in values.items() if v is not None
-    }
-    if notes is None:
-        return "".join(f"{name} = {text}\n" for name, text in texts.items())
-    lines = [f"{n} = {texts[n]}" if n in texts else f"# {n} = none" for n in values]
-    return "".join(f"{line}  # {notes[name]}\n" for name, line in zip(values, lines, strict=True))
+    lines = [f"{n} = {json.dumps(v, ensure_ascii=False)}\n" for n, v in values.items() if v is not None]
+    return "".join(lines).replace("\x7f", "\\u007f")
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,4 @@
-"""Settings of the engine, of the audit and of sampling. No torch: the command line imports this.
-
-The device budget is a share of the full KV cache, or a size in bytes.
-"""
+"""Settings of the engine, of the audit and of sampling. No torch: the command line imports this."""
 
 import re
 from dataclasses import dataclass, replace
@@ -9,7 +6,7 @@ from fractions import Fraction
 from typing import Self
 
 from sfi_core.errors import ConfigError
-from sfi_core.settings.fields import Table, check, setting
+from sfi_core.settings.fields import Table, setting
 
 WRITTEN = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kmgt]i?b|)", re.IGNORECASE)
 UNITS = {
@@ -18,17 +15,16 @@ UNITS = {
     for binary in ("", "i")
 }
 BACKENDS = ("auto", "torch", "triton")
-KV_DTYPES = ("auto", "float16", "bfloat16")
 WEIGHTS = ("auto", "floats", "int8")  # how the matrices of a model lie; see `load`
 PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """The device memory that a KV cache may take: `share` of the full cache in (0, 1], or `size` bytes."""
+    """The device memory that a KV cache may take: bytes, or a share in (0, 1] of the full cache if it `is_share`."""
 
-    share: Fraction | None = None
-    size: int | None = None
+    amount: Fraction
+    is_share: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -38,30 +34,23 @@ class DeviceBudget:
 
         Raise `ConfigError` if the text is neither, the share not in (0, 100%], or the size no whole byte.
         """
-        wrong = ConfigError(f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}")
         written = WRITTEN.fullmatch(text.strip())
-        if written is None:
-            raise wrong
-        number, unit = Fraction(written[1]), written[2].lower()
-        if unit == "%":
-            if not 0 < number <= 100:  # noqa: PLR2004 - percent
-                raise wrong
-            return cls(share=number / 100)
-        size = number * UNITS.get(unit, 1)
-        if size < 1 or (not unit and size.denominator > 1):
-            raise wrong
-        return cls(size=int(size))
+        if written is not None:
+            number, unit = Fraction(written[1]), written[2].lower()
+            if unit == "%" and 0 < number <= 100:  # noqa: PLR2004 - percent
+                return cls(number / 100, is_share=True)
+            size = number * UNITS.get(unit, 1)
+            if unit != "%" and size >= 1 and (unit or size.denominator == 1):
+                return cls(size)
+        raise ConfigError(f"kv_device_budget must be a share such as 20% or a size such as 2GiB, got {text!r}")
 
     def bytes_of(self, cache_bytes: int) -> int:
         """Return the budget in bytes, rounded down, for a full cache of `cache_bytes`."""
-        if self.size is not None:
-            return self.size
-        assert self.share is not None, "a budget is a share or a size"
-        return int(self.share * cache_bytes)
+        return int(self.amount * cache_bytes) if self.is_share else int(self.amount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
+class EngineOptions(Table):
     """The engine's switches, and how it reads prompts and computes attention."""
 
     overlap: bool = setting(
@@ -74,7 +63,7 @@ class EngineOptions:
         "Replay whole decoding steps as CUDA graphs, on a CPU each as one compiled call; none does so where it can.",
     )
     lossless: bool = setting(
-        False, "Generate full attention's own tokens: fast steps draft, slow steps verify what they drafted."
+        False, "Full attention's own tokens: fast steps draft, slow steps verify what they drafted."
     )
     fused: bool | None = setting(
         None,
@@ -90,7 +79,7 @@ class EngineOptions:
     kv_dtype: str = setting(
         "auto",
         "On a CPU, the numbers of the KV cache: the model's, or those of 16 bits, which halve a float32 cache.",
-        choices=KV_DTYPES,
+        choices=("auto", "float16", "bfloat16"),
     )
     backend: str = setting(
         "auto",
@@ -101,7 +90,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Check the values and the device budget; raises `ConfigError`."""
-        check(self)
+        Table.__post_init__(self)
         if self.kv_device_budget is not None:
             DeviceBudget.parse(self.kv_device_budget)
 
@@ -129,9 +118,7 @@ class AuditConfig(Table):
         above=0,
     )
     top: int = setting(1024, "Positions of an audited support, K: those with the most attention.", above=0)
-    layers: tuple[int, ...] | None = setting(
-        None, "Audit only these layers; none audits all that sfi manages.", least=0
-    )
+    layers: tuple[int, ...] | None = setting(None, "Audit only these layers; none audits all.", least=0)
 
     def due(self, step: int, *, slow: bool) -> bool:
         """Say whether a request's step is audited."""

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -14,17 +13,15 @@ from sfi_core.errors import ConfigError
 from sfi_core.machine.text import shown
 
 LARGEST = 2**53  # of whole numbers: exact as float64 too
-WORDS: dict[type, str] = {bool: "true or false"}  # in errors; other types go by their own names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A setting, as its field declares it.
 
-    `name` is the full one, such as `selector.alpha`; a table's own errors name the field alone. `kind` is
-    bool, int, float or str; for a list, the type of its items. `optional` allows None. The first sentence of
-    `meaning`, the help text, can stand alone. `least` and `most` are allowed themselves, `above` is not.
-    `choices` are empty for a setting without a fixed list.
+    `name` is the full one, such as `selector.alpha`; a table's own errors name the field alone. `kind` is bool, int,
+    float or str; for a list, the type of its items. The first sentence of `meaning`, the help text, can stand alone.
+    `least` and `most` are allowed themselves, `above` is not.
     """
 
     name: str
@@ -68,12 +65,12 @@ class Setting:
         """
         if value is None and self.optional:
             return None
-        wanted = WORDS.get(self.kind, self.kind.__name__)
+        wanted = "true or false" if self.kind is bool else self.kind.__name__
         if self.is_list:
             fits = isinstance(value, list | tuple) and all(type(v) is self.kind for v in value)
             require(fits, f"{self.name} must be a list of {wanted}, got {shown(value)}")
-            inside = all(self._has(item) for item in value)
-            require(inside, f"{self.name} must be {self._rule(*value)} each, got {shown(list(value))}")
+            for broken in filter(None, map(self._broken, value)):
+                raise ConfigError(f"{self.name} must be {broken} each, got {shown(list(value))}")
             return tuple(value)
         if self.kind is float and type(value) is int and abs(value) <= sys.float_info.max:
             value = float(value)
@@ -81,28 +78,24 @@ class Setting:
         if self.choices:
             expected = f"expected one of {self.choices}"
             require(value in self.choices, f"unknown {self.name} {shown(value)}; {expected}")
-        require(self._has(value), f"{self.name} must be {self._rule(value)}, got {shown(value)}")
+        broken = self._broken(value)
+        require(not broken, f"{self.name} must be {broken}, got {shown(value)}")
         return value
 
-    def _rule(self, *values: Any) -> str:
-        # the rule that values break, in words
-        if self.kind is int and any(abs(value) > LARGEST for value in values):
+    def _broken(self, value: Any) -> str:
+        # the rule that a value breaks, in words; "" for none
+        if not isinstance(value, int | float):
+            return ""
+        if isinstance(value, int) and abs(value) > LARGEST:
             return f"at most {LARGEST:,}"
-        if self.kind is int and self.least is not None and any(value < self.least for value in values):
+        enough = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        if math.isfinite(value) and enough and (self.most is None or value <= self.most):
+            return ""
+        if self.kind is int and self.least is not None and value < self.least:
             return f"at least {self.least}"
-        if self.kind is float and self.most is None and not all(map(math.isfinite, values)):
+        if self.most is None and not math.isfinite(value):
             return f"{self.range} and finite" if self.range else "finite"
         return self.range
-
-    def _has(self, value: Any) -> bool:
-        if not isinstance(value, int | float):
-            return True
-        return (
-            (abs(value) <= LARGEST if isinstance(value, int) else math.isfinite(value))
-            and (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-        )
 
 
 class Table:
@@ -111,13 +104,22 @@ class Table:
     __slots__ = ()
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
-        """Check the names; raises `ConfigError`."""
-        check_names(cls, values)
+        """Raise `ConfigError` for a name that is no field."""
+        known = tuple(_declared(cls))  # type: ignore[arg-type]  # a class is hashable
+        for name in sorted(values.keys() - set(known)):
+            near = get_close_matches(name[:80], known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"expected one of {known}"
+            raise ConfigError(f"unknown setting {shown(name)}; {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check the values; raises `ConfigError`."""
-        check(self)
+        """Store every value in its declared type; raise `ConfigError` for another type, or one out of range."""
+        for name, declared in _declared(type(self)).items():  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if isinstance(declared, Setting):
+                object.__setattr__(self, name, declared.checked(value))
+            else:
+                require(type(value) is declared, f"{name} must be a table, got {shown(value)}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values for JSON."""
@@ -151,30 +153,6 @@ def settings_of(cls: type, table: str = "") -> dict[str, Setting]:
     return settings
 
 
-def check(config: object) -> None:
-    """Check every field of a settings dataclass and store it in its declared type.
-
-    Raise `ConfigError` for a value that has another type or is out of range.
-    """
-    cls: type = type(config)
-    for name, declared in _declared(cls).items():
-        value = getattr(config, name)
-        if isinstance(declared, Setting):
-            object.__setattr__(config, name, declared.checked(value))
-        else:
-            require(type(value) is declared, f"{name} must be a table, got {shown(value)}")
-
-
-def check_names(cls: type, changes: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a name that is no field of `cls`."""
-    known = tuple(_declared(cls))
-    for name in changes:
-        if name not in known:
-            near = get_close_matches(str(name)[:80], known, 1)
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {known}"
-            raise ConfigError(f"unknown setting {shown(name)}; {hint}")
-
-
 def require(ok: bool, message: str) -> None:
     """Raise `ConfigError` unless `ok`."""
     if not ok:
@@ -182,24 +160,17 @@ def require(ok: bool, message: str) -> None:
 
 
 @cache
-def _declared(cls: type) -> dict[str, Setting | type]:
-    hints = get_type_hints(cls)
-    return {
-        field.name: hints[field.name]
-        if dataclasses.is_dataclass(hints[field.name])
-        else _setting(field, hints[field.name])
-        for field in dataclasses.fields(cls)
-    }
-
-
-def _setting(field: dataclasses.Field[Any], hint: Any) -> Setting:
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    is_list = get_origin(kinds[0]) is tuple
-    return Setting(
-        name=field.name,
-        kind=get_args(kinds[0])[0] if is_list else kinds[0],
-        is_list=is_list,
-        optional=NoneType in kinds,
-        default=field.default,
-        **field.metadata,
-    )
+def _declared(cls: Any) -> dict[str, Setting | type]:
+    declared, hints = dict[str, Setting | type](), get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        is_list = get_origin(kinds[0]) is tuple
+        if dataclasses.is_dataclass(hint):
+            declared[field.name] = hint  # type: ignore[assignment]  # a class
+            continue
+        declared[field.name] = Setting(
+            name=field.name, kind=get_args(kinds[0])[0] if is_list else kinds[0], is_list=is_list,
+            optional=NoneType in kinds, default=field.default, **field.metadata,
+        )  # fmt: skip
+    return declared

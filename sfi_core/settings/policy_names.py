@@ -4,26 +4,19 @@ Ours are the files of `sfi_core/policies/built_in`. Those of other packages are 
 `sfi.policies`: the name is the policy's, the value a subclass of `Policy`. Example: docs/your_policy.md.
 """
 
-import re
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "policies" / "built_in"
 GROUP = "sfi.policies"
+TRIGGERED = ("prior-only", "random-k", "sfi")  # ours whose slow steps the trigger decides
 
 
 @cache
 def built_in() -> tuple[str, ...]:
     """List our own policies."""
     return tuple(sorted(path.stem.replace("_", "-") for path in FOLDER.glob("[!_]*.py")))
-
-
-@cache
-def triggered() -> tuple[str, ...]:
-    """List our policies whose slow steps the trigger decides: the classes with the base `Triggered`."""
-    code = {name: (FOLDER / f"{name.replace('-', '_')}.py").read_text(encoding="utf-8") for name in built_in()}
-    return tuple(name for name in code if re.search(r"^class .*\bTriggered\b", code[name], re.MULTILINE))
 
 
 @cache

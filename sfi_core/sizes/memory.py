@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.linear import crawls
 from sfi_core.policies.base import Policy
-from sfi_core.state.layer_shape import LayerShape
-from sfi_kernels.dense_attention.with_logits import GROUP
+from sfi_core.state.layer_pages import LayerShape
 
 FLOAT32 = INT32 = 4
 # bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its
@@ -44,19 +43,17 @@ class Drafting:
     compares: bool
     explicit: bool
 
-    def pass_bytes(self, *, batch: int, vocabulary: int, itemsize: int, heads: int, grouped: int, capacity: int) -> int:
+    def pass_bytes(self, *, batch: int, vocabulary: int, itemsize: int, grouped: int, capacity: int) -> int:
         """Add up what a verification of all requests holds, the model's activations left out.
 
-        `vocabulary` numbers of `itemsize` bytes are a token's logits; `heads` are all query heads, `grouped`
-        those of a KV head; `capacity` are the tokens that a request may reach.
+        `vocabulary` numbers of `itemsize` bytes are a token's logits; `grouped` are the query heads of a KV head,
+        whose logits are held at once; `capacity` are the tokens that a request may reach.
         """
         numbers = batch * self.tested * vocabulary
         picking = min(numbers, max(self.together, vocabulary)) * PICKING
         comparing = self.tested * vocabulary * COMPARING if self.compares else 0
-        all_logits = heads * self.tested * capacity
-        held = min(all_logits, max(GROUP, grouped * self.tested * capacity))
         # logits, weights, and these once more
-        attention = 3 * FLOAT32 * held if self.explicit else 0
+        attention = 3 * FLOAT32 * grouped * self.tested * capacity if self.explicit else 0
         return max(numbers * itemsize + max(picking, comparing), attention)
 
     def kept_bytes(self, *, batch: int, vocabulary: int, itemsize: int) -> int:
@@ -129,7 +126,9 @@ def forecast(
         verifying, logits = _drafting_bytes(model, managed, drafting, batch, capacity)
         copies, tested = HELD, drafting.tested
     reading = _activation_bytes(model, managed, batch, chunk)
-    reading += _mask_bytes([layer for layer in layers if layer.window], batch, chunk, prompt_tokens)
+    if windows := [layer.window for layer in layers if layer.window]:
+        # sliding windows of ragged prompts have a bool for each pair of tokens; full attention has no mask
+        reading += batch * chunk * min(max(windows) + chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
     states = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
     step = later + _activation_bytes(model, managed, batch, tested)
@@ -179,18 +178,11 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    heads = _query_heads(model)
     logits = {"batch": batch, "vocabulary": _vocabulary(model), "itemsize": model.dtype.itemsize}
-    grouped = heads // min(layer.heads for layer in layers)
-    passing = drafting.pass_bytes(**logits, heads=heads, grouped=grouped, capacity=capacity)
+    grouped = _query_heads(model) // min(layer.heads for layer in layers)
+    passing = drafting.pass_bytes(**logits, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
     return activations + passing, drafting.kept_bytes(**logits)
-
-
-def _mask_bytes(layers: Sequence[LayerShape], batch: int, chunk: int, prompt_tokens: int) -> int:
-    # sliding windows of ragged prompts have a bool for each pair of tokens; full attention has no mask
-    longest = max((layer.window or 0 for layer in layers), default=0)
-    return batch * chunk * min(longest + chunk, prompt_tokens) if layers else 0
 
 
 def _selection_bytes(model: Any, layers: Sequence[LayerShape], queries: int) -> int:

@@ -1,18 +1,23 @@
-"""What a policy's steps read and what its slots take, from its own hooks; a model's bytes of a step are in `step`."""
+"""What a policy's steps read, and what its slots and its two tiers take, from its own hooks; nothing runs.
+
+A model's bytes of a step are in `step`. The sizes of two tiers are those of `TwoTierStore`, on either backend.
+"""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Self
 
 from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import ConfigError
 from sfi_core.policies import Policy, Triggered, policy_class
 from sfi_core.settings.config import SfiConfig
-from sfi_core.sizes.memory import FLOAT32, packed_rows
+from sfi_core.settings.engine import DeviceBudget
+from sfi_core.sizes.memory import FLOAT32, INT32, packed_rows
 from sfi_core.sizes.step import ByteModel, fast_tokens
-from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.packed_segment import SegmentShape
+from sfi_core.state.host_tier import BUFFERS, block_tokens
+from sfi_core.state.layer_pages import LayerShape, SegmentShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 
@@ -37,7 +42,7 @@ class PolicyReads:
     """The reads of a policy whose steps are slow at a rate: stated, or what the policy plans."""
 
     policy: Policy
-    stated: float | None  # the rate if the trigger decides, else None
+    stated: bool  # whether the trigger decides, so that the rate is a given one
     rate: float  # the share of slow steps
     dense_share: float  # the share of KV heads that attend to everything in fast steps too
 
@@ -59,38 +64,20 @@ class PolicyReads:
             if index not in policy.config.dense_layers
         ]
         share = sum(shares) / max(1, len(shares))
-        return cls(policy, rate if triggered else None, rate if triggered else planned, share)
-
-    @property
-    def packed(self) -> int:
-        """Sink and selected tokens for each KV head."""
-        return self.policy.config.sink + (self.policy.config.budget if self.policy.selects else 0)
-
-    @property
-    def has_fast(self) -> bool:
-        """Whether there are fast steps."""
-        return self.stated is not None or self.rate < 1
-
-    @property
-    def has_slow(self) -> bool:
-        """Whether there are slow steps."""
-        return self.stated is not None or self.rate > 0
-
-    def choosing(self, context: int) -> float:
-        """Return what choosing reads in a fast step with `context` cached tokens, in tokens' worth."""
-        recent = max(0, context - self.policy.config.recent)
-        state = RequestState(prompt_tokens=context, length=context, recent_start=recent, step=1, slow=False)
-        return self.policy.selection_tokens(state)
+        return cls(policy, triggered, rate if triggered else planned, share)
 
     def steps(self, model: ByteModel, context: int) -> tuple[float, float]:
         """Return the bytes of a request's fast and slow step with `context` cached tokens."""
         config, policy = self.policy.config, self.policy
-        read = min(context, fast_tokens(config, self.packed - config.sink, self.rate))
+        selected = config.budget if policy.selects else 0
+        read = min(context, fast_tokens(config, selected, self.rate))
         mixed = read + self.dense_share * (context - read)
+        recent = max(0, context - config.recent)
+        fast = RequestState(prompt_tokens=context, length=context, recent_start=recent, step=1, slow=False)
         slow = model.fast(context, mixed if policy.mixes_heads else context)
         if policy.refreshes():
-            slow += model.refresh(context, min(context, self.packed))
-        return float(model.fast(context, mixed + self.choosing(context))), float(slow)
+            slow += model.refresh(context, min(context, config.sink + selected))
+        return float(model.fast(context, mixed + policy.selection_tokens(fast))), float(slow)
 
     def mean(self, model: ByteModel, context: int) -> float:
         """Return the mean bytes of a request's step."""
@@ -144,3 +131,90 @@ def norm_count(free: int, layers: int, shape: SegmentShape) -> int:
     """
     keys = (shape.key_width + shape.value_width) * shape.dtype.itemsize
     return max(free, 0) // (layers * (keys + FLOAT32))
+
+
+@dataclass(frozen=True, slots=True)
+class TwoTierBytes:
+    """Bytes of a two-tier KV cache."""
+
+    host_bytes: int  # every layer's keys and values, rounded up to pages
+    # on the device, by purpose: `ring`, pages of the recent tokens; `packed`, sink and selected rows; `scratch`, for
+    # one request's recalled rows; `norms` of the keys; `notes` of the policy, above all summaries of pages; `stream`,
+    # buffers of dense reads; `resident`, heads that stay on the device
+    parts: Mapping[str, int]
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device."""
+        return sum(self.parts.values())
+
+
+def two_tier_bytes(
+    layers: Sequence[LayerShape],
+    policy: Policy,
+    *,
+    batch: int,
+    capacity: int,
+    page: int,
+    longest_recent: int,
+    resident: bool = False,
+) -> TwoTierBytes:
+    """Add up the bytes of a two-tier KV cache; layers of windows or states alone are left out.
+
+    Layers left dense have no packed segment and no notes. `page`, the `longest_recent` window of a step and the
+    `capacity` of a request are in tokens. `resident` counts the heads that the policy would keep on the device.
+    """
+    full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
+    sparse = [layer for index, layer in full.items() if index not in policy.config.dense_layers]
+    keeping = {index: layer for index, layer in full.items() if layer.owner is None}
+    pages = -(-capacity // page)
+    ring = min(ring_pages(longest_recent, page), pages) * page
+    rows = packed_rows(policy, pages * page)
+    # rows with their positions, and how many count
+    packed = [rows * layer.row_bytes + INT32 * layer.heads * (rows + 1) for layer in sparse]
+    head_bytes = sum(
+        layer.row_bytes // layer.heads * len(policy.resident(index, layer.heads)) for index, layer in keeping.items()
+    )
+    row_bytes = [layer.row_bytes for layer in keeping.values()]
+    norm_bytes = FLOAT32 * sum(layer.heads for layer in keeping.values())
+    room = batch * pages * page
+    parts = {
+        "ring": batch * ring * (sum(row_bytes) + norm_bytes),
+        "packed": batch * sum(packed),
+        "scratch": max(packed, default=0),
+        "norms": room * norm_bytes,
+        "notes": batch * sum(_note_bytes(layer, policy, capacity) for layer in sparse) if policy.selects else 0,
+        "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
+        "resident": room * head_bytes if resident else 0,
+    }
+    return TwoTierBytes(room * sum(row_bytes), MappingProxyType(parts))
+
+
+def _note_bytes(layer: LayerShape, policy: Policy, capacity: int) -> int:
+    # of a request: summaries of its keys, the last query, and SyncKV's static set
+    query = layer.query_heads * layer.key_width * layer.itemsize
+    return policy.summary_bytes(layer, capacity) + query + INT32 * layer.heads * min(policy.config.budget, capacity)
+
+
+def ring_pages(longest_recent: int, page: int) -> int:
+    """Return the pages that hold the recent tokens wherever they begin, and one more to write into."""
+    return -(-(longest_recent + page - 1) // page) + 1
+
+
+def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_bytes: int) -> None:
+    """Raise `ConfigError` for a device budget that a run's two-tier cache exceeds.
+
+    `budget` may be a share of the full cache, `expected.host_bytes`; `least_bytes` are those of a step that
+    reads `config.recent` recent tokens. An anchored window, which grows between slow steps, needs more.
+    """
+    allowed = budget.bytes_of(expected.host_bytes)
+    if allowed < least_bytes:
+        raise ConfigError(
+            f"kv_device_budget must hold sink + recent + one page, at least {least_bytes} bytes, got "
+            f"{allowed}; raise kv_device_budget, or lower the batch, budget or recent"
+        )
+    if allowed < expected.device_bytes:
+        raise ConfigError(
+            f"kv_device_budget must hold the longest recent window, {expected.device_bytes} bytes, got "
+            f"{allowed}; raise kv_device_budget, lower t_max, or take recent_mode=sliding"
+        )

@@ -1,18 +1,19 @@
-"""The host tier of a layer, every complete page of every request, and the copies between the tiers.
+"""The two tiers of a layer, every complete page of every request on the host, and the copies between the tiers.
 
     host_PHX  [pages, KV heads, tokens of a page x (D + E)]
 
 The keys of a page and head are followed by their values, so that one transfer brings both; with D = E this is
-FreeKV's layout (page, head, 2, page size, d) (Sec. 4.2). Pages on the device are head-major too, so that a page is
-copied as it is. Complete pages go to the host; for dense reads they come back in blocks, each copied while the block
-before it is read.
+FreeKV's layout (page, head, 2, page size, d) (Sec. 4.2). A page is copied as it is, to the host once it is complete;
+for dense reads pages come back in blocks, each copied while the block before it is read.
 """
 
 import copy
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.side_stream import SideStream
 
 BLOCK = 1024  # most tokens of a block
@@ -31,16 +32,6 @@ class HostTier:
         size = (pages, H, page_size * (D + E))
         self.host_PHX = torch.empty(size, dtype=key.dtype, pin_memory=pinned)
         self.page_size, self.width, self.value_width = page_size, D, E
-
-    @property
-    def key_PHND(self) -> torch.Tensor:
-        """A view of the keys."""
-        return self.split(self.host_PHX)[0]
-
-    @property
-    def value_PHNE(self) -> torch.Tensor:
-        """A view of the values."""
-        return self.split(self.host_PHX)[1]
 
     @property
     def row_bytes(self) -> int:
@@ -74,16 +65,82 @@ class HostTier:
         return other
 
 
+@dataclass(slots=True)
+class LayerTiers:
+    """One layer's ring of recent pages, norms and KV heads that never leave the device, and all complete host pages."""
+
+    ring: LayerPages
+    host: HostTier
+    norm_BHT: torch.Tensor
+    resident: tuple[int, ...]
+    key_BRTD: torch.Tensor
+    value_BRTE: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors on the device."""
+        return (*self.ring.tensors, self.norm_BHT, self.key_BRTD, self.value_BRTE)
+
+    def keep(self, row: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor, norm_HT: torch.Tensor) -> None:
+        """Write a request's new norms and resident heads, which never leave the device."""
+        new = slice(start, start + norm_HT.shape[1])
+        self.norm_BHT[row, :, new] = norm_HT
+        for place, head in enumerate(self.resident):
+            self.key_BRTD[row, place, new] = key_HTD[head]
+            self.value_BRTE[row, place, new] = value_HTE[head]
+
+    def complete(self, ring_page: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
+        """Return the pages that tokens from `start` on complete, in the host's layout; `ring_page` has those before."""
+        N = self.host.page_size
+        if before := start % N:
+            old_key, old_value = (x[ring_page, :, :before] for x in self.ring.tensors[:2])
+            key_HTD = torch.cat([old_key, key_HTD], 1)
+            value_HTE = torch.cat([old_value, value_HTE], 1)
+        whole = key_HTD.shape[1] // N * N
+        return self.host.joined(key_HTD[:, :whole], value_HTE[:, :whole])
+
+    def kept(self, row: int, length: int, head: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return a request's keys and values of one head, or all, if these heads are resident."""
+        heads = tuple(range(self.norm_BHT.shape[1])) if head is None else (head,)
+        if not set(heads) <= set(self.resident):
+            return None
+        place = self.resident.index(heads[0])
+        only, places = slice(row, row + 1), slice(place, place + len(heads))
+        return self.key_BRTD[only, places, :length], self.value_BRTE[only, places, :length]
+
+    def copy(self) -> "LayerTiers":
+        """Return a copy of both tiers."""
+        return replace(
+            self,
+            ring=self.ring.copy(),
+            host=self.host.copy(),
+            norm_BHT=self.norm_BHT.clone(),
+            key_BRTD=self.key_BRTD.clone(),
+            value_BRTE=self.value_BRTE.clone(),
+        )
+
+    def row(self, row: int, ring_pages: int, host_pages: int) -> "LayerTiers":
+        """Return one request's part over the same memory, given the pages per request in each tier."""
+        only, host = slice(row, row + 1), slice(row * host_pages, (row + 1) * host_pages)
+        return replace(
+            self,
+            ring=self.ring.part(slice(row * ring_pages, (row + 1) * ring_pages)),
+            host=self.host.over(self.host.host_PHX[host]),
+            norm_BHT=self.norm_BHT[only],
+            key_BRTD=self.key_BRTD[only],
+            value_BRTE=self.value_BRTE[only],
+        )
+
+
 def block_tokens(capacity: int, page: int) -> int:
     """Return the tokens of a block: whole pages, at most BLOCK tokens and 1 / SHARE of the capacity."""
     return max(1, min(BLOCK, capacity // SHARE) // page) * page
 
 
 class HostStream:
-    """Two buffers on the device for the blocks of all layers, and the pages on their way to the host.
+    """Two buffers on the device for the blocks of all layers, made for the first, and pages on their way to the host.
 
-    A block has `block` tokens; `side` runs the copies. The `buffers` are made for the first block.
-    `copied_bytes` went to the device, `offloaded_bytes` to the host.
+    A block has `block` tokens; `side` runs the copies: `copied_bytes` to the device, `offloaded_bytes` to the host.
     """
 
     def __init__(self, side: SideStream, block: int, device: torch.device | None = None) -> None:
@@ -94,11 +151,7 @@ class HostStream:
         self._leaving: dict[int, Sequence[tuple[int, torch.Tensor]]] = {}
 
     def offload(self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Copy pages to a layer's host tier.
-
-        `complete` has a first host page and the pages from there on, in the host's layout; they are kept
-        until the next offload of `place`.
-        """
+        """Copy pages in the host's layout, each after its first host page, and keep them until the next of `place`."""
 
         def job() -> None:
             for first, pages in complete:
@@ -112,11 +165,7 @@ class HostStream:
     def blocks(
         self, host: HostTier, first: int, pages: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copy `pages` consecutive host pages from a request's `first` on, of one KV head or all.
-
-        Yields:
-            Position of a block's first token, its keys [1, H, N, D] and values [1, H, N, E].
-        """
+        """Copy `pages` consecutive host pages from a request's `first` on; yields as `KVStore.blocks`."""
         heads = slice(None) if head is None else slice(head, head + 1)
         source = host.host_PHX[first : first + pages, heads]
         size = self.block // host.page_size
@@ -132,8 +181,11 @@ class HostStream:
 
     def _copied(self, source: torch.Tensor, at: int, size: int) -> torch.Tensor:
         pages, place = source[at * size : (at + 1) * size], PLACES[at % BUFFERS]
-        stage = self._buffer(at, size * source[0].numel(), source.dtype)[: pages.numel()]
-        stage = stage.view(pages.shape)
+        numbers = size * source[0].numel()
+        if not self.buffers or self.buffers[0].numel() < numbers:
+            self.side.join()  # copies under way still use the small buffers
+            self.buffers = [torch.empty(numbers, dtype=source.dtype, device=self.device) for _ in range(BUFFERS)]
+        stage = self.buffers[at % BUFFERS][: pages.numel()].view(pages.shape)
         self.side.wait(place)
         # strided pages one by one: PyTorch would gather them in host memory now, before earlier jobs have run
         whole = pages.is_contiguous()
@@ -146,12 +198,6 @@ class HostStream:
         self.side.run(place, job)
         self.copied_bytes += stage.nbytes
         return stage
-
-    def _buffer(self, at: int, numbers: int, dtype: torch.dtype) -> torch.Tensor:
-        if not self.buffers or self.buffers[0].numel() < numbers:
-            self.side.join()  # copies under way still use the small buffers
-            self.buffers = [torch.empty(numbers, dtype=dtype, device=self.device) for _ in range(BUFFERS)]
-        return self.buffers[at % BUFFERS]
 
 
 class RecallScratch:

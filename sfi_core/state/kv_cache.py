@@ -1,14 +1,9 @@
 """Paged keys and values: a view of pages that somebody owns, and the KV cache of a run, which owns its own.
 
-Each layer has heads before tokens:
-
-    key_PHND    [pages, KV heads, tokens of a page, head dimension]
-    value_PHNE  the same, with the values' width
-    norm_PHN    [pages, KV heads, tokens of a page] float32, the norms of the keys
-
-A request's row of the block table lists its pages. Position j is the j-th token of the request: left padding of a
-ragged batch is not stored. With one page per request (the default on a CPU) the pages are a contiguous [B, H, T, D]
-tensor.
+Each layer has keys, values, and in float32 the norms of the keys, heads before tokens: [pages, KV heads, tokens of a
+page, width]. A request's row of the block table lists its pages. Position j is the j-th token of the request: left
+padding of a ragged batch is not stored. With one page per request (the default on a CPU) the pages are a contiguous
+[B, H, T, D] tensor.
 """
 
 import copy
@@ -18,10 +13,8 @@ from typing import Self
 import torch
 
 from sfi_core.state.kv_store import KVStore
-from sfi_core.state.layer_pages import LayerPages, LayerTable, tokens_of
-from sfi_core.state.packed_segment import PackedSegment
-from sfi_kernels.append import append
-from sfi_kernels.pack import pack
+from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment, tokens_of
+from sfi_kernels.pack import append, pack
 from sfi_kernels.pages import read_pages
 
 
@@ -89,17 +82,13 @@ GROWTH = 256  # spare tokens for runs of unknown length
 
 
 class KVCache(PagedView):
-    """Owns the pages of every layer, allocated at the layer's first `append`.
-
-    A request has `pages_per_request` pages, which the block table lists: `grow` adds pages behind all others. Keys and
-    values are rounded to `dtype`; None keeps theirs.
-    """
+    """Owns the pages of every layer, allocated at the layer's first `append`; `grow` adds pages behind all others."""
 
     def __init__(
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch", *,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        """Plan for `capacity` tokens in each of `batch` requests; without a `page_size`, in one page each."""
+        """Plan for `capacity` tokens in each of `batch` requests, each in one page, or in pages of `page_size`."""
         self._one_page, self._dtype = page_size is None, dtype
         page_size = page_size or capacity
         self.pages_per_request = -(-capacity // page_size)
@@ -118,7 +107,9 @@ class KVCache(PagedView):
         if self._dtype is not None:
             key_BHTD, value_BHTE = key_BHTD.to(self._dtype), value_BHTE.to(self._dtype)
         if layer not in self.layers:
-            self.layers[layer] = self._allocate(key_BHTD, value_BHTE)
+            self.block_table_BP = self.block_table_BP.to(key_BHTD.device)
+            allocated = self.batch * self.pages_per_request
+            self.layers[layer] = LayerPages.empty(key_BHTD, value_BHTE, allocated, self.page_size)
         pages = self.layers[layer]
         append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP)
         return pages
@@ -126,9 +117,7 @@ class KVCache(PagedView):
     def copy(self) -> "KVCache":
         """See `KVStore`."""
         other = copy.copy(self)
-        other.layers = self.layers.like(
-            (layer, LayerPages(*(tensor.clone() for tensor in pages.tensors))) for layer, pages in self.layers.items()
-        )
+        other.layers = self.layers.like((layer, pages.copy()) for layer, pages in self.layers.items())
         return other
 
     def row(self, row: int) -> Self:
@@ -136,17 +125,12 @@ class KVCache(PagedView):
         store = super().row(row)
         if self._one_page:
             store.block_table_BP = self.block_table_BP[:1]  # `store.layers` have its page alone, for contiguous views
-            store.layers = self.layers.like(
-                (layer, LayerPages(*(tensor[row : row + 1] for tensor in pages.tensors)))
-                for layer, pages in self.layers.items()
-            )
+            only = slice(row, row + 1)
+            store.layers = self.layers.like((layer, pages.part(only)) for layer, pages in self.layers.items())
         return store
 
     def grow(self, capacity: int) -> None:
-        """Grow to at least `capacity` tokens per request by copying, for runs of unknown length.
-
-        One page per request gets larger; pages of a given size keep their numbers, and requests get more.
-        """
+        """See `KVStore`: copies; one page per request gets larger, else requests get more pages."""
         if capacity <= self.capacity:
             return
         capacity = max(capacity + GROWTH, 2 * self.capacity)
@@ -172,21 +156,11 @@ class KVCache(PagedView):
         if not self._one_page:
             return super().norms(layer, rows, length)
         norm_BHT = self.layers[layer].norm_PHN[:, :, :length]
-        first = rows[0]
-        if list(rows) == list(range(first, first + len(rows))):
-            return norm_BHT[first : first + len(rows)]
+        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
+            return norm_BHT[rows[0] : rows[0] + len(rows)]
         return torch.stack([norm_BHT[row] for row in rows])
 
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
         if self._one_page:
             return self.layers[layer].tensors[which][row : row + 1, :, start:stop]
         return super()._tokens(layer, row, start, stop, which)
-
-    def _allocate(self, key: torch.Tensor, value: torch.Tensor) -> LayerPages:
-        shape = (self.batch * self.pages_per_request, key.shape[1], self.page_size)
-        self.block_table_BP = self.block_table_BP.to(key.device)
-        return LayerPages(
-            key.new_empty(*shape, key.shape[3]),
-            value.new_empty(*shape, value.shape[3]),
-            key.new_empty(shape, dtype=torch.float32),
-        )

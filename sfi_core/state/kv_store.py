@@ -6,18 +6,16 @@ from typing import Any, Protocol
 
 import torch
 
-from sfi_core.state.layer_pages import LayerPages, LayerTable
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment
 from sfi_core.state.side_stream import Job
 
 
 @dataclass(slots=True)
 class Recall:
-    """A recall of selected rows from the host.
+    """A recall of selected rows from the host, each of `row_bytes`, key and value.
 
-    `rows_RH` are the numbers of rows by refreshed request and KV head, int32, on the device, once the rows have
-    arrived; `row_bytes` the bytes of one row, key and value. The step `waited` so many seconds on the host, 0 if the
-    recall runs beside it. `then` runs a job after the rows have arrived, on the recall's stream.
+    `rows_RH` are their numbers by refreshed request and KV head, int32, on the device, once they have arrived. The step
+    `waited` so many seconds on the host, 0 if the recall runs beside it. `then` runs a job after the rows have arrived.
     """
 
     rows_RH: torch.Tensor
@@ -27,11 +25,10 @@ class Recall:
 
 
 class KVStore(Protocol):
-    """The keys, values and key norms of a batch of requests, by layer.
+    """The keys, values and key norms of a batch of requests, by layer; their tokens are `RequestState.length`.
 
-    A request's number of tokens is `RequestState.length`; the store does not know it. `block_table_BP` has
-    each request's page numbers, int32; `layers` what the store keeps of each layer that it knows. The `pages`
-    of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all.
+    `block_table_BP` has each request's page numbers, int32; `layers` what the store keeps of each layer that it knows.
+    The `pages` of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all.
     """
 
     batch: int
@@ -64,11 +61,7 @@ class KVStore(Protocol):
         start: Sequence[int],
         count: Sequence[int],
     ) -> LayerPages:
-        """Write each request's new tokens, the last `count` of T, from position `start` on.
-
-        The tokens are padded on the left. `start_B` and `count_B`, int32, are the cached and the new tokens
-        of each request; `start` and `count` are the same on the host.
-        """
+        """Write each request's new tokens, the last `count` of T, from `start` on, like `start_B` and `count_B`."""
 
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""
@@ -76,11 +69,7 @@ class KVStore(Protocol):
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Read the first `length` tokens of a request's row block by block, of one KV head or all.
-
-        Yields:
-            The first position of a block, its keys [1, H, N, D] and values [1, H, N, E]; overwritten later.
-        """
+        """Read `length` tokens of a row in blocks: first position, keys [1, H, N, D], values [1, H, N, E], not kept."""
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's keys of positions `start` to `stop` - 1, [1, H, T, D], without a sync."""
@@ -97,11 +86,7 @@ class KVStore(Protocol):
         """Return key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
 
     def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
-        """Return the key norms of requests by their pages, in one copy, [R, H, capacity] float32.
-
-        `page_RHP` are each request's page numbers times H, plus the KV head, int32. Norms beyond a request's
-        tokens are undefined.
-        """
+        """Return the key norms of requests up to the capacity by their page numbers times H, plus the KV head."""
 
     def pack_into(
         self,
@@ -113,10 +98,9 @@ class KVStore(Protocol):
         most_sink: int,
         heads_RH: torch.Tensor | None = None,
     ) -> Recall | None:
-        """Copy sinks and selected positions into a layer's packed segment, which grows if it is too small.
+        """Copy sinks and selected positions, ascending, into a layer's packed segment, which grows if it is too small.
 
-        `request_R`, `sink_R` and `index_RHK` are those of `pack`, the indices ascending; `most_sink` is the
-        largest of `sink_R`, on the host. `heads_RH` are the KV heads whose rows change, bool; None for all.
+        `most_sink` is the largest of `sink_R`. `heads_RH` are the KV heads whose rows change, bool; None for all.
         Return the recall from the host; None for a store without a host tier.
         """
 

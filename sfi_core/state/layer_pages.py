@@ -1,7 +1,8 @@
-"""The pages of one layer: keys, values and the norms of the keys; and the table of all layers."""
+"""What a store keeps of a layer: pages of keys, values and the norms of the keys; the packed segment (Sec. 4.2)."""
 
+import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
 import torch
@@ -10,10 +11,7 @@ T = TypeVar("T")
 
 
 class LayerTable(dict[int, T]):
-    """What a store keeps, by layer; a layer that reads another's keys finds what the other one has.
-
-    `owners` has the other layer of each such layer, which has no place of its own.
-    """
+    """What a store keeps, by layer; a layer that reads another's keys, its owner's, finds what the owner has."""
 
     def __init__(self, contents: Iterable[tuple[int, T]] = (), owners: dict[int, int] | None = None) -> None:
         """Begin with what is kept already."""
@@ -37,6 +35,21 @@ class LayerPages:
     value_PHNE: torch.Tensor
     norm_PHN: torch.Tensor
 
+    @classmethod
+    def empty(cls, key: torch.Tensor, value: torch.Tensor, pages: int, page_size: int) -> Self:
+        """Allocate pages for keys [B, H, T, D] and values [B, H, T, E] such as these."""
+        shape = pages, key.shape[1], page_size
+        norm_PHN = key.new_empty(shape, dtype=torch.float32)
+        return cls(key.new_empty(*shape, key.shape[3]), value.new_empty(*shape, value.shape[3]), norm_PHN)
+
+    def part(self, pages: slice) -> "LayerPages":
+        """Return some of the pages, over the same memory."""
+        return LayerPages(*(tensor[pages] for tensor in self.tensors))
+
+    def copy(self) -> "LayerPages":
+        """Return an independent copy."""
+        return LayerPages(*(tensor.clone() for tensor in self.tensors))
+
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys, values and norms."""
@@ -58,11 +71,108 @@ def tokens_of(page_PHNX: torch.Tensor, table_P: torch.Tensor, start: int, stop: 
     return rows_HTX[None, :, start - first * N : stop - first * N]
 
 
-def join_blocks(blocks: Iterable[tuple[int, torch.Tensor]], rows_1HTX: torch.Tensor, start: int) -> torch.Tensor:
-    """Fill a request's rows from position `start` on with blocks, each given with its first position."""
-    for first, block_1HNX in blocks:
-        block_1HMX = block_1HNX[:, :, max(0, start - first) :]
-        end = first + block_1HNX.shape[2] - start
-        if end > 0:
-            rows_1HTX[:, :, end - block_1HMX.shape[2] : end] = block_1HMX
-    return rows_1HTX
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One layer's keys and values; `window` is None for full attention, `query_heads` 0 if not needed.
+
+    `state_bytes` are those of a request's states that do not grow: of linear attention, of a convolution. A layer
+    of states alone has a window of 0 tokens. `owner` is the layer whose keys and values this one reads; None if it
+    has its own.
+    """
+
+    heads: int
+    key_width: int
+    value_width: int
+    itemsize: int
+    window: int | None = None
+    query_heads: int = field(default=0, compare=False)
+    state_bytes: int = 0
+    owner: int | None = None
+
+    @property
+    def hosted(self) -> bool:
+        """Whether the host keeps something of its own for the layer: a window or states."""
+        return self.window is not None or self.state_bytes > 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of one token's keys and values in memory: none where another layer has them."""
+        return 0 if self.owner is not None else self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's keys and values of all heads."""
+        return self.heads * (self.key_width + self.value_width) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentShape:
+    """The shape of a layer's rows, for a layer without pages."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, pages: LayerPages) -> "SegmentShape":
+        """Read the shape of a layer's pages."""
+        (_, H, _, D), key = pages.key_PHND.shape, pages.key_PHND
+        return cls(heads=H, key_width=D, value_width=pages.value_PHNE.shape[3], dtype=key.dtype, device=key.device)
+
+    def row_bytes(self, *, packs: bool) -> int:
+        """Return the bytes of one row of all heads: its int32 position, and with `packs` its key and value."""
+        width = self.key_width + self.value_width if packs else 0
+        return self.heads * (width * self.dtype.itemsize + 4)
+
+
+class PackedSegment:
+    """One layer's packed rows, contiguous, for every request: the sinks, then the selected, ascending.
+
+    Only the first `length_BH` rows are read; `position_BHS` are their positions, padded with -1. Both are int32.
+    """
+
+    def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape", *, packs: bool = True) -> None:
+        """Allocate `rows` rows for each request of a batch; without `packs` positions alone, for attention in pages."""
+        shape = like if isinstance(like, SegmentShape) else SegmentShape.of(like)
+        H, device = shape.heads, shape.device
+        self.key_BHSD, self.value_BHSE = (
+            torch.empty(batch, H, rows if packs else 0, width, dtype=shape.dtype, device=device)
+            for width in (shape.key_width, shape.value_width)
+        )
+        self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=device)
+        self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Keys, values, positions and lengths."""
+        return self.key_BHSD, self.value_BHSE, self.position_BHS, self.length_BH
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def row(self, row: int) -> "PackedSegment":
+        """Empty one request's rows and return them as a segment of batch 1 over the same memory."""
+        segment = copy.copy(self)
+        for name in ("key_BHSD", "value_BHSE", "position_BHS", "length_BH"):
+            setattr(segment, name, getattr(self, name)[row : row + 1])
+        segment.position_BHS.fill_(-1)
+        segment.length_BH.zero_()
+        return segment
+
+    def reserve(self, rows: int) -> None:
+        """Grow to at least `rows` rows for every request, by copying."""
+        B, H, old = self.position_BHS.shape
+        if rows <= old:
+            return
+        for name in ("key_BHSD", "value_BHSE", "position_BHS"):
+            small = getattr(self, name)
+            if small.shape[2] < old:  # it has no packed rows
+                continue
+            large = small.new_empty(B, H, rows, *small.shape[3:])
+            large[:, :, :old] = small
+            setattr(self, name, large)
+        self.position_BHS[:, :, old:] = -1

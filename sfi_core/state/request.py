@@ -6,14 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """The counts and times of one request; fields that are not listed here are those of `RequestReport`.
+    """The counts and times of one request, named as those of `RequestReport`.
 
-    Attributes:
-        attended: Tokens read by the decoding steps from step 1 on, per KV head and full-attention layer.
-        selecting: What choosing read in these steps, in tokens' worth, likewise.
-        known: Prompt tokens that came from a `PromptCache`.
-        context: Tokens that full attention would have read in these steps.
-        last_token_at: When the last token came, by `sfi_kernels.compiled.clock`.
+    The decoding steps from step 1 on read `attended` tokens per KV head and full-attention layer, and `selecting` to
+    choose, where full attention would have read `context`. `known` prompt tokens came from a `PromptCache`. The last
+    token came at `last_token_at` of `sfi_kernels.compiled.clock`.
     """
 
     slow_at: list[int] = field(default_factory=list)
@@ -37,7 +34,7 @@ class Tally:
         self.reasons[reason] += 1
 
     def count_reads(self, attended: float, context: int, selecting: float) -> None:
-        """Count the reads of a decoding step, of full attention in its place, and of the selection."""
+        """Count the reads of a decoding step."""
         self.attended += attended
         self.context += context
         self.selecting += selecting
@@ -50,7 +47,7 @@ class Tally:
         self.tested += min(drafted, accepted + 1)
 
     def time_step(self, step: int, began: float, now: float) -> None:
-        """Add the time of a step that has ended; a decoding step counts from the last token."""
+        """Add the time of a step; a decoding step counts from the last token."""
         if step > 0:
             self.decode_seconds += now - self.last_token_at
         else:
@@ -60,16 +57,13 @@ class Tally:
 
 @dataclass(slots=True)
 class RequestState:
-    """The state of one request.
+    """The state of one request; `step`, `slow`, `reason` and `steps_since_slow` are those of `StepEvent`.
+
+    The `prompt_tokens`, without padding, are known once the prompt has been read. `length` are the tokens in the cache,
+    those of the pass under way included. In a lossless run the last `drafted` of the generated `tokens` are unverified,
+    and the selection is not `fresh` after a rejected token.
 
     Attributes:
-        request: Index of the request in the run.
-        prompt_tokens: Tokens of the prompt without padding; known once it has been read.
-        length: Tokens in the cache, those of the pass under way included.
-        step: Decoding step t; 0 is the prefill's last position, -1 comes before.
-        slow: g_t.
-        reason: Why the step is slow.
-        steps_since_slow: Fast steps since the last slow step.
         recent_start: First position of the recent segment.
         read_start: First recent position that a sparse KV head reads in this step: `recent_start`, except on
             an anchored slow step, which still reads the last selection and all tokens since.
@@ -78,11 +72,6 @@ class RequestState:
             positions than the budget.
         sparse_tokens: Tokens that a sparse KV head reads on a slow step.
         next_packed: `packed_tokens` from the next step on, if its selection was made ahead; else None.
-        tokens: Generated ids x_0, x_1, ...
-        drafted: How many of the last tokens are unverified drafts of a lossless run.
-        fresh: False in a lossless run after a rejected token, which makes the selection stale.
-        finished: Whether the request has ended, with a stop token or at its limit.
-        tally: Counts and times for the report.
     """
 
     request: int = 0
@@ -126,12 +115,6 @@ class RequestState:
         if self.next_packed is not None:
             self.packed_tokens, self.next_packed = self.next_packed, None
 
-    def take_back(self, tokens: int) -> None:
-        """Remove the last `tokens` tokens, drafts, and their steps."""
-        self.step -= tokens
-        self.length -= tokens
-        del self.tokens[len(self.tokens) - tokens :]
-
     def finish_step(self, token_id: int) -> None:
         """Note the token x_t of the step, and count the step if it is slow."""
         self.tokens.append(token_id)
@@ -162,10 +145,10 @@ class RequestState:
             self.packed_tokens = sink + min(selected, self.recent_start - sink)
 
     def attended(self, layers: int, dense_layers: int, mixed: float | None = None) -> float:
-        """Return the tokens that the step reads per KV head, the mean over the full-attention layers.
+        """Return the tokens that the step reads per KV head, the mean over the full-attention `layers`.
 
-        `dense_layers` of the `layers` full-attention layers are dense at every step. `mixed` is the sum of
-        the dense heads' shares over the others, if only some of their heads are dense.
+        `dense_layers` of them are dense at every step; of the others, where only some heads are dense, `mixed` is the
+        sum of these heads' shares.
         """
         if self.slow and mixed is None:
             return self.length

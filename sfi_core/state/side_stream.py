@@ -1,8 +1,4 @@
-"""Work beside the main stream, in order of submission.
-
-A job starts after all work that the main stream had been given before the job was submitted. The main stream
-waits for a job only by `wait` and `join`.
-"""
+"""Work beside the main stream: jobs, in order, each after all that the main stream had been given before it."""
 
 import threading
 from collections.abc import Callable
@@ -13,11 +9,8 @@ _made = threading.local()
 
 
 def stream_of(device: torch.device, role: str, priority: int = 0) -> torch.cuda.Stream:
-    """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first.
-
-    Runs share it because PyTorch's allocator reuses freed memory only on the same stream, and cuBLAS keeps a
-    workspace for each stream: new streams in every run would take new memory.
-    """
+    """Return the stream of a role on a CUDA device, one per thread; a lower `priority` goes first."""
+    # runs share it: PyTorch's allocator reuses freed memory on one stream only, and cuBLAS keeps a workspace for each
     streams: dict[tuple[str, str], torch.cuda.Stream] = _made.__dict__.setdefault("streams", {})
     key = (str(device), role)
     if key not in streams:
@@ -30,12 +23,9 @@ Job = Callable[[], None]
 
 
 class SideStream:
-    """Runs each job at once, on the main stream; `SecondStream` runs jobs beside it.
+    """Runs each job at once, on the main stream; `SecondStream` runs jobs beside it."""
 
-    `places` is how many jobs may be under way.
-    """
-
-    places = 1
+    places = 1  # jobs that may be under way
 
     def run(self, place: int, job: Job) -> None:
         """Run a job after all work that the main stream has been given so far."""
@@ -53,10 +43,7 @@ class SideStream:
 
 
 class SecondStream(SideStream):
-    """Runs jobs on a CUDA stream of the lowest priority.
-
-    Each event is recorded once. Events of a captured graph are kept as long as this object.
-    """
+    """Runs jobs on a CUDA stream of the lowest priority, and keeps the events of a captured graph."""
 
     places = RING_PLACES
 
@@ -97,7 +84,7 @@ class SecondStream(SideStream):
 
 
 def side_of(device: torch.device, *, overlap: bool, role: str = "maintenance") -> SideStream:
-    """Return a second stream if `overlap` and the device has one; `role` is that of `stream_of`."""
+    """Return a second stream if `overlap` and the device has one."""
     if not has_side_stream(device, overlap=overlap):
         return SideStream()
     return SecondStream(stream_of(device, role))

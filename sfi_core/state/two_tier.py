@@ -17,23 +17,19 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_tier import HostStream, RecallScratch, block_tokens
+from sfi_core.state.host_tier import HostStream, HostTier, LayerTiers, RecallScratch, block_tokens
 from sfi_core.state.kv_store import KVStore, Recall
-from sfi_core.state.layer_pages import LayerPages, LayerTable, join_blocks, tokens_of
-from sfi_core.state.layer_tiers import LayerTiers
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment, tokens_of
 from sfi_core.state.side_stream import Job, SideStream
-from sfi_kernels.append import append
-from sfi_kernels.pack import recall
+from sfi_kernels.pack import append, recall
 from sfi_kernels.step_descriptor import sent
 
 
 class TwoTierStore(KVStore):
-    """A `KVStore` with two tiers.
+    """A `KVStore` with two tiers; a request's ring has `ring_pages`, R.
 
-    `ring_pages`, R, are those of a request's ring. Page p of a request has the numbers `block_table_BP` there
-    and `host_table_BP` on the host, int32. `side` runs offloads and recalls; offloads of layer i have place 2
-    i, recalls 2 i + 1. `stream` copies pages to the host, and blocks of them back for dense reads.
+    Page p of a request has the numbers `block_table_BP` there and `host_table_BP` on the host, int32. `side` runs
+    offloads, of layer i in place 2 i, and recalls, in 2 i + 1. `stream` copies pages to the host, and blocks back.
     """
 
     whole_on_device = False
@@ -49,11 +45,10 @@ class TwoTierStore(KVStore):
         side: SideStream | None = None,
         resident: Callable[[int, int], Sequence[int]] | None = None,
     ) -> None:
-        """Plan for `capacity` tokens in each of `batch` requests.
+        """Plan for `capacity` tokens in each of `batch` requests; a request's ring must hold its recent tokens.
 
-        The `ring_pages` of a request on the device must hold its recent tokens. `side` runs offloads and
-        recalls; None runs them in order. `resident` returns the resident KV heads, given a layer and its
-        number of heads; None for none.
+        A `side` of None runs offloads and recalls in order. `resident` returns the resident KV heads, given a layer and
+        its number of heads.
         """
         self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
@@ -127,9 +122,13 @@ class TwoTierStore(KVStore):
         ring_PHNX = self.layers[layer].ring.tensors[which]
         if start >= self._end[row] - self.ring_pages * self.page_size:
             return tokens_of(ring_PHNX, self.block_table_BP[row], start, stop)
-        size = (1, ring_PHNX.shape[1], stop - start, ring_PHNX.shape[3])
-        blocks = ((first, both[which]) for first, *both in self.blocks(layer, row, stop))
-        return join_blocks(blocks, ring_PHNX.new_empty(size), start)
+        rows_1HTX = ring_PHNX.new_empty(1, ring_PHNX.shape[1], stop - start, ring_PHNX.shape[3])
+        for first, *both in self.blocks(layer, row, stop):
+            block_1HNX = both[which][:, :, max(0, start - first) :]
+            end = first + both[which].shape[2] - start
+            if end > 0:
+                rows_1HTX[:, :, end - block_1HNX.shape[2] : end] = block_1HNX
+        return rows_1HTX
 
     def blocks(
         self, layer: int, row: int, length: int, head: int | None = None
@@ -178,7 +177,7 @@ class TwoTierStore(KVStore):
         heads = None if heads_RH is None else heads_RH.int()
 
         def job() -> None:
-            pages = tiers.host.key_PHND, tiers.host.value_PHNE, self.host_table_BP
+            pages = *tiers.host.split(tiers.host.host_PHX), self.host_table_BP
             refreshed = request_R, index_RHK, sink_R
             recall.on(self.backend)(*pages, *refreshed, *old, *into, fetched_RH, heads_RH=heads)
             request = request_R.long()
@@ -223,10 +222,15 @@ class TwoTierStore(KVStore):
         for name in ("block_table_BP", "host_table_BP"):
             setattr(self, name, getattr(self, name).to(key.device))
         self.stream.device = key.device
-        resident = tuple(self._resident(layer, key.shape[1])) if self._resident else ()
-        rows, pages = self.batch * self.ring_pages, self.batch * self.pages_per_request
-        return LayerTiers.allocate(
-            key, value, self.page_size, ring=rows, host=pages, batch=self.batch, resident=resident
+        resident = tuple(sorted(self._resident(layer, key.shape[1]))) if self._resident else ()
+        kept = self.batch, len(resident), self.capacity
+        return LayerTiers(
+            ring=LayerPages.empty(key, value, self.batch * self.ring_pages, self.page_size),
+            host=HostTier(self.batch * self.pages_per_request, self.page_size, key, value),
+            norm_BHT=key.new_empty(self.batch, key.shape[1], self.capacity, dtype=torch.float32),
+            resident=resident,
+            key_BRTD=key.new_empty(*kept, key.shape[3]),
+            value_BRTE=value.new_empty(*kept, value.shape[3]),
         )
 
     def _offload_sinks(self, layer: int, tiers: LayerTiers, most_sink: int) -> None:
@@ -235,7 +239,7 @@ class TwoTierStore(KVStore):
         for row, end in enumerate(self._end):
             page = end // N
             if page * N < min(most_sink, end):
-                at = row * self.ring_pages + page % self.ring_pages
-                unfinished.append((row * self.pages_per_request + page, tiers.unfinished(at)))
+                key_HND, value_HNE, _ = (x[row * self.ring_pages + page % self.ring_pages] for x in tiers.ring.tensors)
+                unfinished.append((row * self.pages_per_request + page, tiers.host.joined(key_HND, value_HNE)))
         if unfinished:
             self.stream.offload(2 * layer, tiers.host, unfinished)

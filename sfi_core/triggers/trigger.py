@@ -1,18 +1,16 @@
 r"""The trigger: decides which steps are slow, by Eq. 5 and T_max or by one of the other rules; and its tokens.
 
-T_trig of Eq. 5 are the token ids of a tokenizer that end a sentence, found once, before decoding. Any tokenizer
-will do (byte-level BPE, SentencePiece, WordPiece, Unigram): only the decoded text of a token counts. A trigger
-string selects tokens by one of three rules:
+T_trig of Eq. 5 are the token ids of any tokenizer that end a sentence, found once, before decoding: only the decoded
+text of a token counts. A trigger string selects tokens by one of three rules:
 
-* A punctuation mark: the text ends with the mark or its CJK form, ignoring closing quotes, brackets,
-  emphasis and whitespace. `.` selects `...`, `."`, `.\n`, `?.`; `!` selects `?!` but not `!=`.
-* Whitespace: the string is in the whitespace at the end of the text. `\n` selects ` \n`, `\n\n`,
-  `\n  `, and also `)\n` and `:\n`, which other tokenizers write as two tokens.
+* A punctuation mark: the text ends with the mark or its CJK form, ignoring closing quotes, brackets, emphasis and
+  whitespace. `.` selects `...`, `."`, `.\n`, `?.`; `!` selects `?!` but not `!=`.
+* Whitespace: the string is in the whitespace at the end of the text. `\n` selects ` \n`, `\n\n`, `\n  `, and also
+  `)\n` and `:\n`, which other tokenizers write as two tokens.
 * Anything else: the text is the string, with or without a space before it: `</think>`, `###`, `Mr.`.
 
-Tokens with a letter or digit (`3.`, `Mr.`), special tokens and tokens that hold part of a character
-follow the third rule only. The dot of `3.14` is a trigger if the tokenizer has it as a separate token:
-that costs a slow step, not quality. Paper gap: which merged tokens count.
+Tokens with a letter or digit (`3.`, `Mr.`), special tokens and tokens that hold part of a character follow the third
+rule only. A dot of `3.14` that is a token costs a slow step, not quality. Paper gap: which merged tokens count.
 """
 
 import random
@@ -77,10 +75,7 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class TriggerSet:
-    """T_trig, `token_ids` in ascending order, and the trigger that each of its ids comes from.
-
-    By trigger, `chosen` has the ids, ascending, and decoded texts; `reasons` why a trigger has no token.
-    """
+    """T_trig, `token_ids`; by trigger, `chosen` has the ids and decoded texts, `reasons` why a trigger has no token."""
 
     token_ids: tuple[int, ...]
     chosen: Mapping[str, Tokens]
@@ -96,10 +91,7 @@ class TriggerSet:
 
 
 def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
-    """Find the tokens of each trigger, by this module's rules; no triggers give an empty set.
-
-    Raise `ConfigError` for an empty trigger, or if none of the triggers has a token.
-    """
+    """Find the tokens of each trigger; raise `ConfigError` for an empty trigger, or if none of them has a token."""
     if "" in triggers:  # also True for a bare string in place of a list
         raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
     vocab = tokenizer.get_vocab()
@@ -113,13 +105,16 @@ def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
     chosen = {trigger: tokens for trigger, tokens in tokens_of.items() if tokens}
     if tokens_of and not chosen:
         raise ConfigError(f"triggers must match a token of this tokenizer, got {[*tokens_of]}")
-    reasons = {trigger: _reason(tokenizer, trigger) for trigger in tokens_of if trigger not in chosen}
-    ids = sorted({i for t in chosen.values() for i, _ in t})
-    return TriggerSet(tuple(ids), chosen, reasons)
+    reasons = {}
+    for trigger in (trigger for trigger in tokens_of if trigger not in chosen):
+        parts = _decode(tokenizer, tokenizer.encode(trigger, add_special_tokens=False))
+        reasons[trigger] = f"no single token; written as {' '.join(repr(text) for _, text in parts) or 'nothing'}"
+    ids = {token_id for tokens in chosen.values() for token_id, _ in tokens}
+    return TriggerSet(tuple(sorted(ids)), chosen, reasons)
 
 
 def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:
-    """List the tokens without letters and digits; for speed, pieces with ASCII ones are not decoded."""
+    # those without letters and digits; for speed, pieces with ASCII ones are not decoded
     special = set(tokenizer.all_special_ids)
     with suppress(NotImplementedError):  # Mistral's own tokenizer lists all of them above
         added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -130,16 +125,10 @@ def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:
 
 
 def _exact_tokens(tokenizer: Any, vocab: Mapping[str, int], trigger: str) -> Tokens:
-    """List the tokens whose text is the trigger, with or without a space before it."""
     ids = {vocab[trigger]} if trigger in vocab else set()
     for text in (trigger, f" {trigger}"):
         ids.update(tokenizer.encode(text, add_special_tokens=False))
     return [t for t in _decode(tokenizer, sorted(ids)) if t[1].removeprefix(" ") == trigger]
-
-
-def _reason(tokenizer: Any, trigger: str) -> str:
-    tokens = _decode(tokenizer, tokenizer.encode(trigger, add_special_tokens=False))
-    return f"no single token; written as {' '.join(repr(t[1]) for t in tokens) or 'nothing'}"
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
@@ -148,7 +137,7 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> Tokens:
 
 
 def _has_word(text: str) -> bool:
-    """Say whether a text has a letter, mark, digit, or part of a character, which may be one of these."""
+    # a letter, mark, digit, or part of a character, which may be one of these
     return any(char == "\ufffd" or unicodedata.category(char)[0] in "LMN" for char in text)
 
 

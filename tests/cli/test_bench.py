@@ -6,10 +6,8 @@ from dataclasses import asdict
 
 import pytest
 
-from sfi_cli.commands.bench import command
-from sfi_cli.commands.bench.job import SLOW_RATE
 from sfi_cli.commands.bench.views import _paying
-from sfi_cli.settings.tables import BenchTable
+from sfi_cli.settings import BenchTable
 from sfi_core.measure.bench import bench, theirs
 from sfi_core.measure.bench.rows import pays_from
 from sfi_core.measure.bench.settings import DecodeSettings
@@ -46,10 +44,6 @@ def tiny(tmp_path) -> str:
 
 def test_the_help_shows_the_real_defaults():
     settings = DecodeSettings()
-    for name, shown in command.SHOWN.items():
-        value = getattr(settings, name)
-        assert shown == (",".join(map(str, value)) if isinstance(value, tuple) else str(value))
-    assert command.SHOWN["slow_rate"] == SLOW_RATE
     for name, value in asdict(BenchTable()).items():
         assert value == getattr(settings, name)
 

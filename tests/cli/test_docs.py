@@ -11,9 +11,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.tables import COMMANDS, DIMENSIONS, SETTINGS, settings_for
+from sfi_cli.settings import COMMANDS, DIMENSIONS, SETTINGS, settings_for
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -27,6 +28,7 @@ OTHERS = {
     *("--enforce-eager", "--kv-transfer-config", "--shutdown-timeout", "--attention-config"),
 }
 STALE = "docs/cli is stale; run make docs-cli"
+LINES = 120  # of a help: two screens
 
 
 @cache
@@ -182,3 +184,9 @@ def test_no_help_has_brackets_that_a_terminal_would_take_for_a_style(script):
     for name, text in script.pages().items():
         if name not in ("README.md", "settings.md"):
             assert not re.search(r"\[[a-z@#/][^\]]*\](?!\()", text), name
+
+
+@pytest.mark.parametrize("command", options())
+def test_a_command_s_help_fits_two_screens(command: str):
+    result = CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    assert (result.exit_code, result.stdout.count("\n") <= LINES) == (0, True)

@@ -206,7 +206,7 @@ def test_a_pipe_is_the_prompt_and_an_empty_one_is_not(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
         assert read_prompts(None, None, None).entries == found
     monkeypatch.setattr(sys, "stdin", None)
-    assert read_prompts(None, None, None).is_example
+    assert read_prompts(None, None, None).expected
 
 
 def test_a_model_of_one_s_own_asks_for_a_prompt():

@@ -7,8 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from sfi_cli.commands import kernel_bench as command
-from sfi_core.measure.kernel_bench import attention_cases, compile_check, settings, timing
+from sfi_core.measure.kernel_bench import attention_cases, compile_check, timing
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.cli.trace_commands import Ended, sfi
 
@@ -57,6 +56,12 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
         assert row["matches_reference"] is True
         shape = row["backend"], row["context"], row["batch"]
         assert shape == ("torch", 700, 2) or row["op"].startswith("prompt")
+
+
+def test_a_prompt_needs_no_retention():
+    code, stdout, _ = inside(*SHAPE, "--op", "prompt", "--json")
+    assert code == 0
+    assert {row["op"] for row in json.loads(stdout)["rows"]} >= {"prompt", "prompt.piece", "dense"}
 
 
 def test_on_a_cpu_it_says_that_it_times_pytorch():
@@ -161,17 +166,6 @@ def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
     assert (got, stdout) == (code, "")
     assert words in stderr
     assert stderr.count("\n") == 1
-
-
-def test_the_help_shows_the_defaults_of_the_settings():
-    """The help cannot import them, which would load torch."""
-    defaults = KernelSettings()
-    for name, shown in command.SHOWN.items():
-        value = getattr(defaults, name)
-        expected = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        assert expected == shown
-    assert settings.REPEATS == {"cpu": 5, "cuda": 100}
-    assert settings.CPU_SHAPE == {"context": 4096, "batch": 1}
 
 
 def test_compile_only_gives_the_documents_compiled_rows(compiler):

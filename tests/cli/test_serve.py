@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from sfi_cli.commands.serve import command as job
+from sfi_cli.commands import serve as job
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.vllm import plugin
 from sfi_core.hosts.vllm.settings import Settings

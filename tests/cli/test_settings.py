@@ -9,12 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
-from sfi_cli.settings.given import given, value_of, written
-from sfi_cli.settings.tables import COMMANDS, SEARCHED, SETTINGS, TABLES, TraceTable, settings_for
+from sfi_cli.settings import COMMANDS, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
-from sfi_traces.tune import space
 
 
 def message(*arguments: str) -> str:
@@ -213,11 +211,6 @@ def test_the_list_is_a_table_of_what_begins_so():
     assert message("config", "show", "--preset", "x").startswith("unknown preset 'x'")
 
 
-def test_the_command_line_s_copies_are_the_tuner_s():
-    """Its own names come with torch, which `--help` must not wait for."""
-    assert SEARCHED == space.SEARCHED
-
-
 def test_every_name_that_a_command_takes_exists():
     for command, names in COMMANDS.items():
         assert {name for name in names if name not in SETTINGS} <= set(TABLES), command
@@ -253,10 +246,3 @@ def test_all_effective_settings_are_toml_with_their_origin(tmp_path: Path):
     rows = json.loads(CliRunner().invoke(cli.app, ["config", "show", *asked, "--json"]).stdout)["settings"]
     assert [row["name"] for row in rows] == [*SETTINGS]
     assert {"name": "budget", "value": 16, "origin": "--set"} in rows
-
-
-def test_a_setting_is_shown_with_its_choices_once_and_its_value():
-    shown = CliRunner().invoke(cli.app, ["config", "show", "recent_mode", "--preset", "paper"]).stdout
-    lines = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "value str, anchored, sliding" in lines
-    assert "preset paper sliding" in lines

@@ -7,7 +7,7 @@ import pytest
 from sfi_traces.model.trace import Trace
 from tests.cli.trace_commands import trace
 from tests.traces.made import CONFIG, make_trace
-from tests.traces.small import change_manifest, fixed_folder, rows, write_part
+from tests.traces.small import fixed_folder, rows, write_part
 
 recorded = fixed_folder(steps=30, policy="sfi")
 
@@ -40,13 +40,6 @@ def test_diff_shows_what_its_document_says(recorded, other):
     ):
         assert words in ended.stdout
     assert "Overlap of the selections" not in ended.stdout
-
-
-def test_diff_says_that_supports_are_cut_to_one_size(recorded, other):
-    change_manifest(other, audit={"every": 1, "top": 12, "layers": None})
-    text = trace("diff", recorded, other).stdout
-    assert "audit.top: 24 in A, 12 in B" in text
-    assert "Overlap of the supports at equal steps, both cut to the top 12\n" in text
 
 
 def test_diff_shows_where_the_tokens_part(recorded, other):

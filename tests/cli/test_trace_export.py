@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sfi_cli.commands.trace import sql
+from sfi_cli.commands.trace import export
 from sfi_core.errors import TraceError
 from sfi_traces.export import perfetto
 from sfi_traces.schema import TABLES
@@ -52,7 +52,7 @@ def test_the_timeline_is_one_json_document(recorded, tmp_path):
     path = tmp_path / "timeline.json"
     assert trace("export", recorded, "--format", "perfetto", "-o", path).stderr == f"Wrote {path}\n"
     events = json.loads(path.read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == set("XCMsf")
+    assert {event["ph"] for event in events} == set("XCM")
     assert trace("export", recorded, "--format", "perfetto").stdout == path.read_text()
 
 
@@ -117,7 +117,7 @@ def test_a_cell_keeps_to_its_line(recorded):
 
 
 def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
-    monkeypatch.setattr(sql, "MOST_ROWS", 3)
+    monkeypatch.setattr(export, "MOST_ROWS", 3)
     ended = trace("sql", recorded, "SELECT step FROM steps")
     assert len(ended.stdout.split()[2:]) == 3
     assert ended.stderr == "only the first 3 rows; --format csv or json writes all\n"

@@ -6,6 +6,7 @@ Screens are compared as plain text: colors, ids and the glyphs of the footer cha
 import asyncio
 import os
 import signal
+import sys
 import termios
 from collections.abc import Awaitable, Callable
 
@@ -14,7 +15,6 @@ import pytest
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from sfi_cli.commands.trace.replay import command as playing
 from sfi_cli.commands.trace.replay.player import BACKGROUND, FASTEST, PlayerApp, text_around
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces.model.request import Request
@@ -22,8 +22,9 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.views.frames import playable
 from sfi_traces.views.words import step_words
 from tests.cli.screens import Terminal, screen
+from tests.cli.trace_commands import raising
 from tests.traces.made import make_trace
-from tests.traces.small import fixed_trace, redact, spoil
+from tests.traces.small import fixed_trace, redact
 
 trace = fixed_trace(policy="sfi")
 
@@ -32,7 +33,7 @@ def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], siz
     """Run the player without a terminal, and a check in it."""
 
     async def run() -> None:
-        app = PlayerApp(playable(trace, **options), 4)
+        app = PlayerApp(playable(trace, **options))
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             await check(app, pilot)
@@ -147,14 +148,14 @@ def test_traces_without_audit_or_text_play(tmp_path):
 
     folder = make_trace(tmp_path / "t", steps=12, policy="sfi", audit=None)
     redact(folder)
-    play(Trace.open(folder), check, audited=False)
+    play(Trace.open(folder), check)
 
 
 def test_a_damaged_part_ends_it_with_the_error(tmp_path):
     folder = make_trace(tmp_path / "t", steps=12, policy="sfi")
     opened = playable(Trace.open(folder))
-    spoil(folder / "supports" / "part-00000.parquet")
-    app = PlayerApp(opened, 4)
+    (folder / "supports" / "part-00000.parquet").write_bytes(b"")
+    app = PlayerApp(opened)
 
     async def run() -> None:
         async with app.run_test() as pilot:
@@ -165,14 +166,14 @@ def test_a_damaged_part_ends_it_with_the_error(tmp_path):
     assert app.return_code == 3
 
 
-def test_without_textual_a_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(playing, "find_spec", lambda name: None)
+def test_without_textual_a_line_says_how_to_install_it(monkeypatch, trace):
+    monkeypatch.setitem(sys.modules, "textual", None)
     with pytest.raises(BackendError, match=r"Textual, which is not installed; pip install -e '/.+\[player\]'"):
-        playing.check_textual()
+        raising("trace", "replay", trace.path, "--play")
 
 
 def test_a_terminal_is_given_back(command, environment, trace):
-    words = [*command, "trace", "replay", str(trace.path), "--play", "--speed", "50"]
+    words = [*command, "trace", "replay", str(trace.path), "--play"]
     with Terminal(words, environment) as terminal:
         terminal.wait_for("step 0 of 59")
         assert termios.tcgetattr(terminal.slave) != terminal.before

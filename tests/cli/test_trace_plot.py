@@ -2,8 +2,7 @@
 
 import pytest
 
-from sfi_cli.commands.trace.plot import plot
-from sfi_cli.commands.trace.report import report
+from sfi_cli.commands.trace.report import plot, report
 from sfi_core.errors import ConfigError, TraceError
 from tests.cli.trace_commands import trace as command
 from tests.traces.made import make_trace

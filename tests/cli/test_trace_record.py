@@ -57,15 +57,6 @@ def test_the_manifest_says_where_the_trace_comes_from(recorded):
     assert manifest["stopped"] is None
 
 
-def test_generate_records_the_same(recorded, tmp_path):
-    folder, _ = recorded
-    options = ["--audit", "2", "--set", "audit.top=16", "-q", *SHORT]
-    assert inside("generate", PROMPT, "--trace", str(tmp_path / "run"), *options)[0] == 0
-    ours, theirs = Trace.open(tmp_path / "run"), Trace.open(folder)
-    for name in ("prompts", "selections", "supports", "logits"):
-        assert ours.table(name).equals(theirs.table(name))
-
-
 def test_a_redacted_trace_holds_no_text_and_is_overwritten_with_force_only(tmp_path):
     folder = tmp_path / "run"
     options = ("--set=trace.redact_text=true", "--audit=4", "--set=audit.layers=0,2-3", "-q", *SHORT)

@@ -1,11 +1,10 @@
-"""`sfi trace replay`: tables, JSON, figures, and playing a run on a terminal."""
+"""`sfi trace replay`: tables, JSON, and what is refused."""
 
 import json
 import shutil
 
 import pytest
 
-from sfi_cli.commands.trace.replay import documents as engine
 from sfi_core.errors import ConfigError
 from tests.cli.trace_commands import ways
 from tests.traces.made import CONFIG, make_trace
@@ -118,12 +117,10 @@ def test_a_prediction_beside_another_run(full, real):
         (["--set=trigger_seed=1"], ConfigError, "must come with --trigger-policy random"),
         (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
         (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
-        (["--step", "3"], ConfigError, "step must come with --play, got 3"),
-        (["--speed", "4"], ConfigError, "speed must come with --play, got 4"),
         (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
-        (["--play", "--step", "x"], ConfigError, "a range like 12-20, got x"),
-        (["--play", "--step", "60"], ConfigError, "step must be one of 0 to 59, got 60"),
         (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
+        (["--play", "-o", "x"], ConfigError, "must come without other settings"),
+        (["--play"], ConfigError, "play must be in a terminal; sfi trace show --step N prints a step"),
     ],
 )
 def test_bad_options_are_refused(full, arguments, kind, message):
@@ -137,42 +134,3 @@ def test_the_data_may_go_to_a_file(full, tmp_path):
     result = invoke(full, "--json", "-o", str(path))
     assert result.stdout == ""
     assert json.loads(path.read_text()) == document(full)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "shown"),
-    [("replay", ("--budget", "5,6,7,8"), ""), ("reuse", ("--refresh-every", "2,3,4"), "Selections reused")],
-)
-def test_ctrl_c_keeps_what_was_replayed(full, monkeypatch, name, options, shown):
-    whole, calls = getattr(engine, name), []
-
-    def stopped(*arguments, **more):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return whole(*arguments, **more)
-
-    monkeypatch.setattr(engine, name, stopped)
-    result = invoke(full, *options, "--json")
-    data = json.loads(result.stdout)
-    assert (result.exit_code, data["interrupted"], len(data["rows"])) == (130, True, 1)
-    calls[:] = [()]  # before the first has ended
-    result = invoke(full, *options)
-    assert (result.exit_code, shown in result.stdout) == (130, True)
-
-
-def test_frames_are_printed_without_a_terminal(full, real):
-    text = invoke(real, "--play", "--step", "19-20").stdout
-    frames = [part for part in text.split("\n\nstep ") if part]
-    assert len(frames) == 2
-    first = "step 19 of 59  fast, 9 since slow  sentence 1  reads 49 of 219 tokens"
-    assert frames[0].startswith(first)
-    assert frames[1].startswith("20 of 59  slow (trigger)  sentence 2  reads 220 of 220 tokens")
-    assert ".]" in frames[0]
-    for frame in frames:
-        for line in ("support  ", "changed  ", "memory   s", "retained mass "):
-            assert f"\n{line}" in frame
-    assert "lambda* " not in frames[0]
-    assert "lambda* " in frames[1]
-    whole = invoke(full, "--play", "--request", "1").stdout
-    assert [f"step {step} of 59  slow (full-kv)" in whole for step in (0, 30, 59)] == [True] * 3

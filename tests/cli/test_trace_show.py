@@ -91,13 +91,9 @@ def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
     assert ["5-8", f"{drift['mean']:.3f}", str(drift["n"])] in lines
     alike = document["head_similarity"]
     assert f"{alike['within']:.3f} within a layer, {alike['between']:.3f} between layers" in text
-    assert ["1", *(f"{value:.2f}" for value in alike["matrix"][1])] in lines
     cosine = document["query_cosine"]
     shares = [f"{share:.1%}" for share in cosine["below"]]
     assert ["all", f"{cosine['mean']:.3f}", f"{cosine['min']:.3f}", *shares, "116"] in lines
-    lowest = cosine["heads"][0]
-    where = f"layer {lowest['layer']} head {lowest['head']} {lowest['mean']:.3f}"
-    assert f"lowest query cosine in {where}, " in text
     found = document["corrections"]
     counts = [f"{found['share']:.1%}", str(found["corrected"]), str(found["n"])]
     assert ["all", *counts] in lines

@@ -13,7 +13,7 @@ import pytest
 
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.tune import study as search
+from sfi_traces.tune import tuning
 from tests.cli.trace_commands import sfi, ways
 from tests.small_example import small_example
 from tests.traces.made import CONFIG, MODEL, make_trace
@@ -122,7 +122,7 @@ def test_files_are_not_overwritten_unasked(full, folder):
 
 
 def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
-    monkeypatch.setattr(search, "find_spec", lambda name: None)
+    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
     error = refused(full)
     assert isinstance(error, BackendError)
     assert "pip install -e '/" in str(error)

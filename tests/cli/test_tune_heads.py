@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_core.errors import ConfigError, TraceError
 from sfi_core.models.load import BUNDLED
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.built_in.synckv import HeadClusters
 from tests.cli.test_tune import folder, invoke, refused
 from tests.traces.made import make_trace
 
@@ -21,12 +21,12 @@ def test_texts_make_a_head_file_and_a_document(folder):
     """One cluster a layer, of the bundled checkpoint with two KV heads."""
     Path("a.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
     arguments = ("heads", "-f", "a.txt", "--length", "40", "--top-k", "8", "--clusters", "1")
-    result = invoke(*arguments, "--parts", "3", "--json")
+    result = invoke(*arguments, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     clusters = HeadClusters.load(Path("heads.json"))
-    assert clusters.model_digest == HeadClusters.load(BUNDLED / "heads.json").model_digest
-    sizes = {layer: len(own) for layer, own in clusters.representatives.items()}
+    assert clusters.digest == HeadClusters.load(BUNDLED / "heads.json").digest
+    sizes = {number: len(layer.representatives) for number, layer in clusters.layers.items()}
     assert sizes == dict.fromkeys(range(4), 1)
     assert document["texts"] * 40 == document["tokens"]
     assert document["steps"] == document["texts"] * (40 - 8)
@@ -35,7 +35,6 @@ def test_texts_make_a_head_file_and_a_document(folder):
         assert S[0][0] == S[1][1] == 1
         assert S[0][1] == S[1][0] == one["similarity_within"]
         assert 0 < S[0][1] < 1
-        assert one["agreement"] == 1
 
 
 def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
@@ -43,7 +42,6 @@ def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
     text = ("heads", "-f", "a.txt", "--top-k", "8")
     assert "the layer's 2 KV heads, got 3" in str(refused(*text, "--clusters", "3"))
     assert "got none; add -f FILE" in str(refused("heads", "--model", "somewhere"))
-    assert "at most the 1 texts, got 2" in str(refused(*text, "--parts", "2"))
     assert not Path("heads.json").exists()
     Path("heads.json").write_text("kept")
     assert isinstance(refused(*text), ConfigError)

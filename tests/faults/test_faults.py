@@ -16,8 +16,8 @@ import pytest
 from typer.main import get_command
 
 from sfi_cli.app import app
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.results.store import ResultsFolder
 from tests.faults.child import WRITERS, start, words
 from tests.traces.imports import write_npz

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,18 @@ import torch
 from pyarrow import parquet
 
 from sfi_cli.commands.generate.prompts import read_prompts, token_ids
-from sfi_cli.settings.given import given
-from sfi_cli.settings.tables import SETTINGS
+from sfi_cli.settings import SETTINGS, given
 from sfi_core.errors import SfiError
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.machine.memory import peak_bytes, reset_peak, resident_bytes
 from sfi_core.models.load import load_tokenizer
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.built_in.synckv import HeadClusters
 from sfi_core.settings.config import SfiConfig
+from sfi_traces.model.trace import Trace
+from sfi_traces.results import summarize
 from sfi_traces.results.store import ResultsFolder
-from sfi_traces.results.summary import summarize
 from sfi_traces.schema import TABLES
+from sfi_traces.views import frames
 from tests.cli.trace_commands import sfi
 from tests.core.hosts.vllm.scheduling import FakeScheduler
 from tests.traces.imports import selection_arrays
@@ -49,7 +51,7 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "export csv": lambda run, out: ["trace", "export", run, "--format", "csv", "-o", out, "-q"],
     "export perfetto": lambda run, out: ["trace", "export", run, "--format", "perfetto", "-o", out, "-q"],
     "heads": lambda run, out: ["tune", "heads", run, "-o", out, "-q"],
-    "play": lambda run, out: ["trace", "replay", run, "--play", "--step", "0-3"],
+    "play": lambda run, out: ["play", run],
     "replay": lambda run, out: ["trace", "replay", run, "--budget", "4,8"],
     "show": lambda run, out: ["trace", "show", run],
     "sql": lambda run, out: ["trace", "sql", run, "FROM steps JOIN supports USING (request, step)", "--format", "csv"],
@@ -132,6 +134,12 @@ def _one_line(text: str) -> None:
 
 
 def _command(words: list[Any]) -> None:
+    if words[0] == "play":  # what the player reads, without a terminal
+        request = frames.playable(Trace.open(words[1]))
+        for step in range(min(4, len(request.steps))):
+            for read in (frames.frame, frames.passages, partial(frames.strip, width=80)):
+                read(request, step)
+        return
     ended = sfi(*words)
     for text in (ended.stdout, ended.stderr):
         if not (words[1] == "sql" or text.replace("\n", "").isprintable()):

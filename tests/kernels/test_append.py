@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfi_kernels.append import append
+from sfi_kernels.pack import append
 
 H, D, E = 2, 8, 6
 

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs, split_plan, work_items
 from sfi_kernels.launch import KernelLimitError
-from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS, StepDescriptor, StepRequest, describe_step
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
 

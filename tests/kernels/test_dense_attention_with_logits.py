@@ -6,50 +6,38 @@ import pytest
 import torch
 
 from sfi_kernels import pages
-from sfi_kernels.dense_attention import with_logits
+from sfi_kernels.dense_attention import dense_attention_with_logits
 from tests.covering import covering
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
 H, G, D, SCALE = 2, 2, 16, 0.3
 LENGTHS = [97, 9, 64]  # a part of a chunk, less than one, whole ones
 OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
-GROUPS = [1, 1 << 20]  # logits held at once: of one KV head, of all
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch):
-    """Let a chunk be 32 tokens of one KV head, 16 of two."""
-    monkeypatch.setattr(with_logits, "TOKENS", 32)
+    """Let a chunk be 64 tokens of one KV head, 32 of two."""
     monkeypatch.setattr(pages, "WIDE", 32 * H * D)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    ("backend", "page_size", "W", "options", "dtype", "native", "group"),
-    covering(
-        ["numba", "torch"],
-        [16, 128],
-        [1, 2, 5, 12, 17],
-        OPTIONS,
-        [torch.float32, torch.float16, torch.bfloat16],
-        [False, True],
-        GROUPS,
-    ),
+    ("backend", "page_size", "W", "options", "dtype"),
+    covering(["numba", "torch"], [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
 )
 def test_queries_attend_causally_and_the_last_hands_out_its_logits(
-    monkeypatch: pytest.MonkeyPatch, backend: str, page_size: int, W: int, options: dict[str, Any],
-    dtype: torch.dtype, native: bool, group: int,
-):  # fmt: skip
+    backend: str, page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype
+):
     if backend == "numba":
         pytest.importorskip("numba")
-    monkeypatch.setattr(with_logits, "GROUP", group)
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
     keys = [torch.randn(H, T, D).to(dtype) for T in LENGTHS]
     values = [torch.randn(H, T, D + 8).to(dtype) for T in LENGTHS]
     (key_PHND, table_BP), (value_PHNE, _) = paged(keys, page_size), paged(values, page_size)
     length_B = torch.tensor(LENGTHS, dtype=torch.int32)
     operands = query, key_PHND, value_PHNE, table_BP, length_B
-    out, logits = with_logits.with_logits.on(backend)(*operands, scale=SCALE, native=native, **options)
+    out, logits = dense_attention_with_logits.on(backend)(*operands, scale=SCALE, **options)
     assert out.dtype == dtype
     assert logits.shape == (len(LENGTHS), H, G, 1, max(LENGTHS))
     for row, (key, value) in enumerate(zip(keys, values, strict=True)):

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 pytest.importorskip("triton")
 
 from sfi_kernels.launch import Launch  # noqa: E402 - needs Triton
-from sfi_kernels.specializations import signature  # noqa: E402
+from sfi_kernels.offline import signature  # noqa: E402
 
 DIVISIBLE = [["tt.divisibility", 16]]
 SCRIPTS = {}  # all run in one process, from a file, since Triton reads a kernel's source
@@ -55,7 +55,7 @@ SCRIPTS["ptx"] = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sfi_kernels.launch import recording, Target
-from sfi_kernels.specializations import _gate, _norm, _add_and_norm, _rotate, signature
+from sfi_kernels.offline import _gate, _norm, _add_and_norm, _rotate, signature
 
 runs = {
     "rotary": lambda: _rotate(torch.bfloat16, 128, normed=False),

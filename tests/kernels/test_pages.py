@@ -47,15 +47,15 @@ def test_an_empty_range_reads_nothing(position: int):
 def test_chunks_hold_every_position_once(
     page_size: int, length: int, table: list[int], transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ):
-    """Neighboring pages are taken together, others one by one, and a large page in parts."""
+    """Page by page, and a large page in parts."""
     monkeypatch.setattr(paging, "WIDE", 16 * H * D)
     pages = torch.randn(5, H, page_size, D).to(dtype)
     rows_HTD = pages[table].transpose(0, 1).reshape(H, -1, D)[:, :length].float()
     if transposed:
         pages = pages.mT.contiguous().mT
     seen = []
-    for span, wide_CHnD in wide_chunks(pages, torch.tensor(table), length):
-        assert torch.equal(wide_CHnD.transpose(0, 1).flatten(1, 2), rows_HTD[:, span])
-        assert wide_CHnD.dtype == torch.float32
+    for span, wide_HnD in wide_chunks(pages, torch.tensor(table), length):
+        assert torch.equal(wide_HnD, rows_HTD[:, span])
+        assert wide_HnD.dtype == torch.float32
         seen += range(length)[span]
     assert seen == list(range(length))

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from sfi_kernels.decode_attention.query_tile import QueryTile
+from sfi_kernels.attention_tile import QueryTile
 from sfi_kernels.dense_attention.triton import dense_attention
 from tests.fakes import kernel_device, paged
 from tests.kernels.test_dense_attention_with_logits import SCALE, check_output
@@ -22,8 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 import triton
 from sfi_kernels.launch import Target, recording
-from sfi_kernels.offline import compile_launch
-from sfi_kernels.specializations import Case, signature
+from sfi_kernels.offline import Case, compile_launch, signature
 
 for capability in (80, 90):
     for D in (64, 128, 256):

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_kernels.attention_tile.shape import tile_shape
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention
-from sfi_kernels.decode_attention.query_tile import EACH, LAST, SEVERAL, parts_of_pass
+from sfi_kernels.attention_tile import EACH, LAST, SEVERAL, parts_of_pass, tile_shape
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, split_plan, work_items
 from sfi_kernels.launch import Target
-from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS, UNIT, StepDescriptor, StepRequest, describe_step
 from tests.fakes import causal_mask, error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step

@@ -6,8 +6,8 @@ from typing import ClassVar
 import pytest
 import torch
 
+from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.pack import pack
-from sfi_kernels.sparse_attention import sparse_attention
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
 from tests.positions import attended_positions
 

@@ -8,8 +8,8 @@ from itertools import accumulate
 import pytest
 import torch
 
-from sfi_kernels.split_plan import split_plan, work_items
-from sfi_kernels.split_plan.reference import MAX_SPLITS, MIN_UNITS
+from sfi_kernels.decode_attention import split_plan, work_items
+from sfi_kernels.decode_attention.reference import MAX_SPLITS, MIN_UNITS
 from sfi_kernels.step_descriptor import (
     FAST,
     FIRST,

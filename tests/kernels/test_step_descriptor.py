@@ -26,7 +26,6 @@ from sfi_kernels.step_descriptor import (
     WORDS,
     StepRequest,
     describe_step,
-    uniform_step,
 )
 
 CPU = torch.device("cpu")
@@ -134,15 +133,3 @@ def test_the_device_gets_what_the_host_wrote(kernel_device):
     step = describe_step(RAGGED, 3, torch.device(kernel_device))
     assert step.buffer.device.type == kernel_device
     assert torch.equal(step.buffer.cpu(), describe_step(RAGGED, 3, CPU).buffer)
-
-
-@pytest.mark.parametrize("mode", [FAST, SLOW])
-def test_a_uniform_step_takes_lengths_and_starts_from_tensors(mode: int):
-    length, start = torch.tensor([130, 9, 64]).int(), torch.tensor([100, 0, 63]).int()
-    step = uniform_step(mode, length, start, 68, 5)
-    wanted = [[mode, 130, 100, 68, -1], [mode, 9, 0, 68, -1], [mode, 64, 63, 68, -1]]
-    assert step.table_BX[:, [MODE, LENGTH, START, PACKED, EVIDENCE]].tolist() == wanted
-    assert step.table_BX[:, QUERIES].tolist() == [1, 1, 1]
-    assert (step.batch, step.slow, step.longest) == (3, (), 0)
-    assert step.buffer.dtype == torch.int32
-    assert (step.table_BX.shape, step.work_XI.shape) == ((3, WORDS), (5, 4))

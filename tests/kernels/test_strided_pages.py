@@ -5,17 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sfi_kernels.append import append
-from sfi_kernels.decode_attention import decode_attention, resident_programs
-from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.dense_attention.with_logits import dense_attention_with_logits
+from sfi_kernels.decode_attention import decode_attention, resident_programs, sparse_attention, split_plan, work_items
+from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
 from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.op import Op
-from sfi_kernels.pack import pack, pack_layers, recall
+from sfi_kernels.pack import append, pack, pack_layers, recall
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import partial_attention
-from sfi_kernels.sparse_attention import sparse_attention
-from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
 from tests.fakes import error_bound, int32, kernel_device, paged, plain_attention
 
@@ -103,11 +99,6 @@ def verifies(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.T
     return [*dense_attention_with_logits(*operands, scale=1.0)]
 
 
-def verifies_natively(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
-    operands = case.query, key, value, case.table, case.length
-    return [*dense_attention_with_logits(*operands, scale=1.0, native=True)]
-
-
 def attends_sparsely(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     segment = packs(case, key, value)
     operands = *segment[:2], segment[3], key, value, case.table, case.start, case.length
@@ -189,7 +180,7 @@ WITH_KERNEL = (
     attends, caps, makes_logits, attends_sparsely, decodes, decodes_a_draft, decodes_mixed_heads,
     packs, packs_some_heads, recalls, appends,
 )  # fmt: skip
-ON_CPU = (attends_with_logits, verifies, verifies_natively, packs_layers)
+ON_CPU = (attends_with_logits, verifies, packs_layers)
 CASES = [
     ("torch", run, layout, E)
     for run in (*WITH_KERNEL, *ON_CPU)

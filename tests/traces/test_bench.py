@@ -1,4 +1,4 @@
-"""The figures of both benchmarks."""
+"""The figure of a benchmark."""
 
 import pytest
 
@@ -11,16 +11,6 @@ def row(policy: str, context: int, batch: int, rate: float) -> dict:
         "decode_tokens_per_second_min": rate - 1, "decode_tokens_per_second_max": rate + 1,
         "repeat_rates": [rate, rate + 1], "slow_rate": None, "roofline_tokens_per_second": 50.0,
         "ragged": False,
-    }  # fmt: skip
-
-
-def kernel_row(op: str, retention: float, median: float, form: str | None = None) -> dict:
-    return {
-        "op": op, "backend": "torch", "retention": retention, "context": 16384, "batch": 16,
-        "dtype": "bfloat16", "heads": 32, "kv_heads": 8, "head_dim": 128, "form": form,
-        "median_us": median, "bytes": 1000, "gb_per_s": 1.0, "speedup_over_dense": 100 / median,
-        "speedup_over_sdpa": 90 / median, "speedup_over_paper_like": None,
-        "ideal_speedup": 1 / retention, "matches_reference": True,
     }  # fmt: skip
 
 
@@ -38,14 +28,6 @@ def document() -> dict:
         "model": {"name": "qwen3-0.6b", "dtype": "bfloat16"},
         "machine": {"processor": "a processor", "threads": 2, "copy_gb_per_s": 9.0},
     }
-
-
-@pytest.fixture
-def kernels(document) -> dict:
-    fast = [kernel_row("fast", r, 100 * r + 1) for r in (0.125, 0.016, 1.0)]
-    rows = [kernel_row("dense", 1.0, 100.0), kernel_row("dense.sdpa", 1.0, 90.0, "group as rows"), *fast]
-    more = {"compiled": [], "backend": "torch", "interrupted": False, "versions": {"torch": "2"}}
-    return document | more | {"rows": rows}
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pyarrow import parquet
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, STOP, make_trace
 from tests.traces.small import STEP, change_manifest, redact, spoil, write_part, write_trace
@@ -44,7 +44,6 @@ def test_a_killed_trace_is_sound_and_not_finished(folder):
     change_manifest(folder, finished=None)
     document = checked(folder)
     assert document["sound"]
-    assert document["temporary"] == ["supports/.part-00001.parquet.tmp"]
     assert document["notes"] == [
         "not finished: the run was killed, or goes on",
         "left over from a write that broke off: supports/.part-00001.parquet.tmp",
@@ -82,7 +81,7 @@ def test_without_readable_steps_their_rules_are_not_checked(folder):
     spoil(folder / "steps" / "part-00000.parquet")
     document = checked(folder)
     assert (document["recorded"], document["steps_checked"]) == ([], False)
-    assert document["notes"] == ["the table steps cannot be read"]
+    assert document["notes"] == ["steps not checked against their tokens: their table has problems"]
 
 
 def test_columns_that_are_missing_or_of_another_type_are_named(folder):
@@ -93,8 +92,8 @@ def test_columns_that_are_missing_or_of_another_type_are_named(folder):
     parquet.write_table(wider.append_column("novelty", rows["slow"]), part)
     document = checked(folder)
     assert document["problems"] == [
-        "steps lacks the column reason",
         "steps has a column of another type: step (int64, not int32)",
+        "steps lacks the column reason",
     ]
     assert "steps has columns of a newer sfi: novelty" in document["notes"]
     assert not document["steps_checked"]

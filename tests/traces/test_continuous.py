@@ -14,8 +14,8 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
 from tests.core.conftest import tiny_qwen3
 from tests.traces.small import section

@@ -9,9 +9,8 @@ import pytest
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary.diff import SAME_MASS, compare
-from sfi_traces.summary.diff_metrics import METRICS, Limit
-from tests.traces.made import CONFIG, MODEL, make_trace, overlap
+from sfi_traces.summary.diff import METRICS, SAME_MASS, Limit, compare
+from tests.traces.made import CONFIG, MODEL, TOP, make_trace, overlap
 from tests.traces.small import assert_spread, change_manifest, redact, rows, write_part, write_trace
 
 
@@ -86,25 +85,14 @@ def test_supports_are_compared_at_equal_steps_up_to_the_first_difference(pair, r
         assert_spread(one["overlap"], expected[one["layer"]])
 
 
-def test_supports_of_other_sizes_are_cut_to_the_most_probable_positions_of_the_smaller(tmp_path):
-    def trace(name: str, top: int, positions: list[int], mass: list[float]) -> Trace:
-        place = {"request": 0, "step": 0, "layer": 0, "head": 0}
-        row = place | {"positions": positions, "mass": mass, "retained_mass": 1.0}
-        tables = {"steps": [{"request": 0, "step": 0, "slow": True, "audited": True}], "supports": [row]}
-        folder = write_trace(tmp_path / name, tables)
-        return Trace.open(change_manifest(folder, audit={"every": 1, "top": top, "layers": None}))
-
-    wide = trace("wide", 6, [1, 2, 3, 4, 5, 6], [0.1, 0.05, 0.3, 0.1, 0.02, 0.2])  # the best three: 1, 3, 6
-    narrow = trace("narrow", 3, [3, 4, 6], [0.3, 0.1, 0.2])
-    for found in (compare(wide, narrow), compare(narrow, wide)):
-        assert found["supports"]["overlap"]["mean"] == pytest.approx(2 / 3)
-        assert found["supports_cut_to"] == 3
-        assert set(found["settings"]["audit.top"].values()) == {3, 6}
-        assert Limit.parse("overlap<0.9").meets(found)
-        assert found["requests"][0]["first_layer"]["positions"]
-    same = compare(wide, trace("same", 3, [1, 3, 6], [0.1, 0.3, 0.2]))
-    assert same["requests"][0]["first_layer"] is None
-    assert compare(narrow, narrow)["supports_cut_to"] is None
+def test_supports_of_other_sizes_are_not_compared(pair):
+    """Their overlap would be too high."""
+    wide = Trace(pair[0].path, pair[0].manifest | {"audit": pair[0].manifest["audit"] | {"top": TOP + 1}})
+    found = compare(wide, pair[1])
+    assert found["supports"] is None
+    assert set(found["settings"]["audit.top"].values()) == {TOP, TOP + 1}
+    with pytest.raises(TraceError, match=r"needs overlap, .* and one audit.top"):
+        Limit.parse("overlap<0.9").meets(found)
 
 
 def test_selections_are_compared_where_both_have_positions(tmp_path):

@@ -3,20 +3,16 @@
 import errno
 import json
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
-from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.machine.files import LOCK
-from sfi_core.measure.evaluation.grid import Cell
-from sfi_core.measure.evaluation.method import Method, at_sizes
-from sfi_core.measure.evaluation.statistics import paired_difference, wilson
-from sfi_traces.results.store import ResultsFolder, check_new
-from sfi_traces.results.summary import summarize, summarize_fidelity
+from sfi_core.measure.evaluation.grid import Cell, Method, at_sizes
+from sfi_traces.record.folder import check_new
+from sfi_traces.results import paired_difference, summarize, summarize_fidelity, wilson
+from sfi_traces.results.store import KIND, ResultsFolder
 
 MANIFEST = {
     "asked": {"samples": 2}, "model": {"name": "made-up"}, "methods": [], "text": None, "device": "cpu",
@@ -45,7 +41,7 @@ def failed(**changes):
 
 def window(method="sfi", *, number=0, kl=(0.0, 0.5, 0.25), **changes):
     steps = {
-        "window": [7] * 3, "step": [0, 1, 2], "in_sentence": [0, 0, 1], "slow": [True, True, False],
+        "window": [7] * 3, "step": [0, 1, 2], "gone": [0, 0, 1], "slow": [True, True, False],
         "kl": list(kl), "agrees": [True, True, False], "nll": [1.0, 2.0, 3.0], "nll_full": [1.0, 1.5, 2.0],
     }  # fmt: skip
     report = {
@@ -141,18 +137,9 @@ def test_a_damaged_manifest_is_one_line(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_closing_writes_a_parquet_file_of_each_table(tmp_path):
+def test_a_closed_folder_says_that_it_is_finished(tmp_path):
     results = opened(tmp_path / "results", [row(), failed(seed=1)])
-    results.append("fidelity", window())
     results.close()
-    samples = parquet.read_table(results.path / "results.parquet")
-    assert samples.column("seed").to_pylist() == [0, 1]
-    assert samples.column("score").to_pylist() == [1.0, None]
-    assert samples.column("expected").to_pylist() == [[" a"], [" a"]]
-    assert json.loads(samples.column("scores")[0].as_py()) == {"token_accuracy": 0.5}
-    assert json.loads(samples.schema.metadata[b"manifest"])["model"] == {"name": "made-up"}
-    steps = parquet.read_table(results.path / "fidelity.parquet").to_pylist()
-    assert [(one["window"], one["step"], one["kl"]) for one in steps] == [(0, 0, 0.0), (0, 1, 0.5), (0, 2, 0.25)]
     assert json.loads((results.path / "manifest.json").read_text())["finished"]
 
 
@@ -160,15 +147,15 @@ def test_a_folder_is_never_taken_from_others(tmp_path):
     results = opened(tmp_path / "results", [row()])
     results.close()
     with pytest.raises(ConfigError, match="exists; add --resume to go on with it, --force"):
-        check_new(results.path, force=False)
+        check_new(results.path, KIND, force=False)
     other = tmp_path / "other"
     other.mkdir()
     (other / "manifest.json").write_text('{"schema_version": 1}')
     for force in (False, True):
         with pytest.raises(ConfigError, match="must be new or empty, got one with other files"):
-            check_new(other, force=force)
+            check_new(other, KIND, force=force)
     with pytest.raises(ConfigError, match="must be a folder, got a file"):
-        check_new(other / "manifest.json", force=True)
+        check_new(other / "manifest.json", KIND, force=True)
 
 
 def test_force_replaces_the_results_and_nothing_else(tmp_path):
@@ -188,35 +175,16 @@ def test_the_rows_of_a_closed_folder_are_in_the_order_of_an_uninterrupted_run(tm
     assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 3]
 
 
-HOLD = """
-import fcntl, sys
-file = open(sys.argv[1], "a")
-try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    sys.exit("taken")
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no record locks")
 def test_a_folder_has_one_process_at_a_time(tmp_path):
-    """The lock ends with the process, however it ends."""
     results = opened(tmp_path / "results", [row()])
-    hold = [sys.executable, "-c", HOLD, str(results.path / LOCK)]
-    late = subprocess.run(hold, capture_output=True, text=True, check=False)
-    assert (late.returncode, late.stderr) == (1, "taken\n")
+    for take in (
+        lambda: ResultsFolder.resume(results.path),
+        lambda: ResultsFolder.create(results.path, MANIFEST, force=True),
+    ):
+        with pytest.raises(ConfigError, match="must be free, got another process on it"):
+            take()
     results.close()
-    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
-        for take in (
-            lambda: ResultsFolder.resume(results.path),
-            lambda: ResultsFolder.create(results.path, MANIFEST, force=True),
-        ):
-            with pytest.raises(ConfigError, match="must be free, got another process on it"):
-                take()
-        other.kill()
     assert ResultsFolder.resume(results.path).rows["samples"] == [row()]
 
 
@@ -264,8 +232,6 @@ def test_fidelity_is_over_all_windows_but_for_their_first_steps():
     assert (ours["windows"], ours["failed"], ours["error"]) == (2, 1, "no memory")
     assert (ours["agreement"], ours["steps"], ours["slow_rate"]) == (0.5, 4, 0.5)
     assert (ours["read_ratio"], ours["read"], ours["stored_ratio"]) == (0.5, 0.75, 1.0)
-    places = [(part["position"], part["kl"]) for part in ours["by_sentence_position"]]
-    assert places == [("0", pytest.approx(0.3)), ("1", pytest.approx(0.5))]
     assert quest["method"] == "quest"
 
 

@@ -14,7 +14,7 @@ from sfi_core import SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.policies import POLICIES, Triggered
 from sfi_core.settings.engine import AuditConfig
-from sfi_core.settings.policy_names import triggered
+from sfi_core.settings.policy_names import TRIGGERED
 from sfi_traces import health
 from sfi_traces.health import RULES, Watch, judge, line
 from sfi_traces.model.request import Request
@@ -138,6 +138,10 @@ def tripped(found: dict[str, Any]) -> set[str]:
     return {one["rule"] for one in found["findings"]}
 
 
+def not_judged(found: dict[str, Any]) -> dict[str, str]:
+    return {one["rule"]: one["reason"] for one in found["not_judged"]}
+
+
 def test_a_sound_trace_trips_no_rule_and_all_are_judged(tmp_path):
     found = judged(tmp_path / "run", sound())
     assert (found["findings"], found["not_judged"], found["sound"]) == ([], [], True)
@@ -197,16 +201,10 @@ def test_what_was_not_recorded_is_not_judged_and_says_what_records_it(tmp_path):
     tables = {"steps": sound()["steps"]}
     found = judged(tmp_path / "run", tables)
     assert {one["rule"] for one in found["judged"]} == {"never_fast", "trigger_never", "trigger_always"}
-    why = {one["rule"]: one["reason"] for one in found["not_judged"]}
-    assert "--audit" in why["top_1_dropped"]
-    assert "trace.positions" in why["selection_same"]
+    assert "--audit" in not_judged(found)["top_1_dropped"]
+    assert "trace.positions" in not_judged(found)["selection_same"]
     short = judged(tmp_path / "short", {"steps": tables["steps"][:20]})
-    why = {one["rule"]: one["reason"] for one in short["not_judged"]}
-    assert why["trigger_never"] == "it takes 200 tokens, got 20"
-
-
-def not_judged(found: dict[str, Any]) -> dict[str, str]:
-    return {one["rule"]: one["reason"] for one in found["not_judged"]}
+    assert not_judged(short)["trigger_never"] == "it takes 200 tokens, got 20"
 
 
 def test_how_far_back_a_selection_reached_is_not_judged_without_its_positions(tmp_path):
@@ -254,7 +252,7 @@ def test_triggers_of_another_package_s_policy_are_judged_where_its_steps_ask_the
 
 
 def test_the_triggered_policies_are_those_of_the_core():
-    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(triggered())
+    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
 # --- runs of the bundled checkpoint

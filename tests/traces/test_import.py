@@ -11,10 +11,10 @@ from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, InputError, TraceError
 from sfi_traces.health import judge
-from sfi_traces.importing.importer import import_trace
+from sfi_traces.importing import import_trace
+from sfi_traces.model.check import check
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from sfi_traces.views.words import text_of
@@ -23,9 +23,9 @@ from tests.traces.made import overlap
 from tests.traces.small import rows
 
 
-def imported(path: Path, *, top: int | None = None, force: bool = False) -> Trace:
+def imported(path: Path) -> Trace:
     folder = path.with_suffix(".trace")
-    import_trace(path, folder, top=top, force=force)
+    import_trace(path, folder)
     return Trace.open(folder)
 
 
@@ -100,15 +100,18 @@ def test_blocks_are_the_positions_that_are_cached(tmp_path):
     assert found[9, 1] == [4, 5, 6, 7, 20, 21, 22, 23]
 
 
-def test_masses_are_kept_and_give_the_best_positions(tmp_path):
-    arrays = selection_arrays()
-    mass = np.full(arrays["positions"].shape, 0.1)
+def test_masses_stay_with_their_positions(tmp_path):
+    positions = selection_arrays()["positions"]
+    mass = np.full(positions.shape, 0.1)
     mass[..., 2] = 0.3
     path = write_npz(tmp_path / "a.npz", mass=mass)
-    row = rows(imported(path, top=1), "supports")[-1]
-    assert row["positions"] == [arrays["positions"][-1, -1, 2]]
-    assert row["mass"] == pytest.approx([0.3])
-    assert row["retained_mass"] == pytest.approx(0.3)
+    row = rows(imported(path), "supports")[-1]
+    masses = dict(zip(row["positions"], row["mass"], strict=True))
+    assert masses.pop(positions[-1, -1, 2]) == pytest.approx(0.3)
+    assert [*masses.values()] == pytest.approx([0.1] * (K - 1))
+    assert row["retained_mass"] == pytest.approx(0.1 * (K - 1) + 0.3)
+    with pytest.raises(ConfigError, match="top and kv-heads must come with attention, got selections"):
+        import_trace(path, tmp_path / "b", top=1)
 
 
 def test_tensors_are_the_same_trace(tmp_path):
@@ -142,7 +145,7 @@ TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
         ({"prompt_token_ids": None}, "must have prompt_token_ids or prompt_tokens, got neither"),
         ({"prompt_tokens": 4}, "prompt_tokens .* must be 20"),
         ({"sfi_import_version": 2}, "has sfi_import_version 2, this sfi reads 1"),
-        ({"sfi_import_version": None}, "must have sfi_import_version 1, got none"),
+        ({"sfi_import_version": None}, "must have sfi_import_version, got none"),
         ({"sfi_import_version": np.zeros(0)}, r"has sfi_import_version \[\], this sfi reads 1"),
         ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
         ({"layers": np.array([0, 1])}, "layers .* must be 3"),

@@ -13,10 +13,9 @@ import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.settings.engine import AuditConfig
-from sfi_traces.importing import arrays
-from sfi_traces.importing.importer import import_trace
+from sfi_traces.importing import arrays, import_trace
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize

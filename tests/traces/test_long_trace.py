@@ -52,10 +52,10 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
 
 def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
     """Health of a long trace looks at every n-th refresh, and not through DuckDB."""
-    monkeypatch.setattr("sfi_traces.health.measured.MOST_POSITIONS", 1 << 12)
+    monkeypatch.setattr("sfi_traces.health.measures.MOST_POSITIONS", 1 << 12)
     read, rows, connect = [], Trace.rows, Trace.connect
 
-    def counted(self, name, columns, where):
+    def counted(self, name, columns, where=None):
         found = rows(self, name, columns, where)
         if name == "selections" and "positions" in columns:
             read.append(len(found))
@@ -74,6 +74,6 @@ def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
     summary = summarize(trace)
     why = {one["rule"]: one["reason"] for one in summary["health"]["not_judged"]}
     assert why["look_back"].startswith("it takes 8 steps, got ")  # it was measured
-    refreshes = len(set(trace.table("selections")["step"].to_pylist()))
+    refreshes = len(set(trace.table("selections", ["step"])["step"].to_pylist()))
     (rows_read,) = read
     assert 0 < rows_read < refreshes * SHAPE.layers * SHAPE.heads

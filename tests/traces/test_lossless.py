@@ -10,8 +10,7 @@ import torch
 
 import sfi_core
 from sfi_cli.commands.trace.diff import diff_text
-from sfi_cli.commands.trace.full_views import full_text
-from sfi_cli.commands.trace.show_views import show_text
+from sfi_cli.commands.trace.show_views import full_text, show_text
 from sfi_cli.terminal.tables import rendered
 from sfi_core import SfiConfig
 from sfi_core.errors import TraceError
@@ -181,7 +180,7 @@ def bin_of(number: int) -> str:
 
 def test_a_plain_run_has_no_acceptance(tmp_path):
     pytest.importorskip("plotly")
-    from sfi_traces.report.observation_figures import acceptance  # noqa: PLC0415 - an extra
+    from sfi_traces.report.figures import acceptance  # noqa: PLC0415 - an extra
 
     with pytest.raises(TraceError, match="no drafted tokens of request 0; record it with --loss"):
         acceptance(Request(Trace.open(make_trace(tmp_path / "plain", steps=3))))

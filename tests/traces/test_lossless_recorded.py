@@ -8,8 +8,8 @@ import pytest
 from sfi_core import SfiConfig
 from sfi_core.policies import POLICIES
 from sfi_core.settings.engine import EngineOptions
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.small import rows, section
 from tests.traces.test_recorded import bundled, complete

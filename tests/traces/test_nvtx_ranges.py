@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from tests.traces.told import run_event, step_event
 
 HERE = Path(__file__).parent
 CHILD = """
+from contextlib import closing
 from sfi_core.observers.events import BeginStepEvent
 from sfi_core.observers.observer import SPANS
 from sfi_traces.record.nvtx import NvtxObserver
 from tests.traces.told import run_event, step_event
 
-with NvtxObserver() as observer:
+with closing(NvtxObserver()) as observer:
     assert SPANS in observer.wants
     observer.on_run(run_event(3))
     for step, slow, fast in ((0, (0, 1, 2), ()), (1, (), (0, 2)), (2, (2,), (0,)), (3, (0,), ())):
@@ -35,26 +37,26 @@ with NvtxObserver() as observer:
 HEARD = """\
 start|sfi|run sfi|ff8d99ae
 start|sfi|prefill step|ff3a7ca5
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|2
 start|sfi|fast step|ff2e9e5b
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|3
 start|sfi|mixed step|ffedae49
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|4
 start|sfi|slow step|ffd1495b
-push|sfi|forward|ff3a7ca5
-push|sfi|attention.mixed|ffedae49
+push|sfi|forward|ff8d99ae
+push|sfi|attention.mixed|ff8d99ae
 pop|sfi
 pop|sfi
 end|sfi|5
@@ -148,7 +150,7 @@ def test_a_step_ends_with_its_last_request(listener):
 @pytest.mark.parametrize("failure", [ValueError, KeyboardInterrupt])
 def test_what_a_failure_leaves_open_is_closed(listener, failure):
     def run() -> None:
-        with NvtxObserver() as observer:
+        with closing(NvtxObserver()) as observer:
             observer.on_run(run_event())
             observer.on_begin_step(BeginStepEvent(step=1, slow=(), fast=(0, 1)))
             with observer.span("forward"), observer.span("pack", 3):

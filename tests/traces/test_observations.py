@@ -13,8 +13,8 @@ from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.overlap import SelectedSets
 from sfi_traces.summary import summarize
-from sfi_traces.summary.head_maps import corrections, query_cosine
-from sfi_traces.summary.similarity import HeadSimilarity, drift
+from sfi_traces.summary.similarity import compare_heads, drift
+from sfi_traces.summary.supports import corrections, query_cosine
 from sfi_traces.views.figure_data import HeadMap
 from tests.traces.made import HEADS, LAYERS, make_trace, overlap
 from tests.traces.small import fixed_trace, last_of_bin, rewrite, rows, section
@@ -50,9 +50,9 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
         assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
     assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
     assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = HeadSimilarity.of([Request(trace, 1).supports.thinned(most)])
-    assert one.within == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
-    assert one.between == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
+    one = compare_heads([Request(trace, 1).supports.thinned(most)])
+    assert one["within"] == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
+    assert one["between"] == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
 
 def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
@@ -86,9 +86,9 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
 
 def figures():
     pytest.importorskip("plotly")
-    from sfi_traces.report import observation_figures  # noqa: PLC0415 - an extra
+    from sfi_traces.report import figures  # noqa: PLC0415 - an extra
 
-    return observation_figures
+    return figures
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,7 @@ def figures():
     [
         (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
         (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
-        (
-            lambda supports: HeadSimilarity.of([supports]),
-            "head_similarity",
-            lambda row: row["layer"],
-            "or more, got layer 1 alone",
-        ),
+        (lambda one: compare_heads([one]), "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
         ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
     ],
 )

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from sfi_traces.overlap import Overlap, size
+from sfi_traces.overlap import Overlap
 
 
 def rows(rng: random.Random, shape: tuple[int, ...], width: int) -> tuple[np.ndarray, list[set]]:
@@ -33,10 +33,3 @@ def test_counts_are_those_of_python_sets(first_width, second_width):
     np.testing.assert_allclose(found.coefficient.ravel(), expected, rtol=1e-6)
     union = [len(a & b) / len(a | b) if a | b else np.nan for a, b in pairs]
     np.testing.assert_allclose(found.jaccard.ravel(), union, rtol=1e-6)
-
-
-def test_padding_is_no_position():
-    nothing = np.full((1, 3), -1, np.int32)
-    assert size(nothing).tolist() == [0]
-    assert Overlap.of(nothing, nothing).both.tolist() == [0]
-    assert np.isnan(Overlap.of(nothing, nothing).coefficient).all()

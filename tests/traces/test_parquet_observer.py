@@ -25,7 +25,7 @@ from sfi_core.observers.events import PromptEvent, SelectionEvent
 from sfi_traces.model.trace import Trace
 from sfi_traces.record import writer
 from sfi_traces.record.parquet import ParquetObserver
-from sfi_traces.record.token_text import TokenText
+from sfi_traces.record.rows import TokenText
 from sfi_traces.replay import RecordedVocabulary
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, make_trace
@@ -372,9 +372,9 @@ def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
         torch.tensor([[7]], dtype=torch.int32).as_subclass(OnDevice),
         torch.empty(2, 0, dtype=torch.int32).as_subclass(OnDevice),
     ]
-    found = writer.Readback(tensors)
-    assert [array.tolist() for array in found.wait()] == [t.tolist() for t in tensors]
-    assert found.nbytes == 24 + 4 + 16 + 4
+    found = writer.Batch([(None, dict(enumerate(tensors)))])
+    assert [array.tolist() for array in found.values()] == [t.tolist() for t in tensors]
+    assert found.nbytes == 24 + 4 + 16 + 4 + writer.EVENT_BYTES
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -392,7 +392,7 @@ def test_tensors_travel_from_the_device_as_they_are():
         for _ in range(100):
             busy = busy @ busy
         done.record()
-        found = writer.Readback(tensors)
+        found = writer.Batch([(None, dict(enumerate(tensors)))])
         waiting = not done.query()
-    assert [array.tolist() for array in found.wait()] == expected
+    assert [array.tolist() for array in found.values()] == expected
     assert waiting  # it came back before the device was there

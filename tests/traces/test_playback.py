@@ -11,9 +11,9 @@ from sfi_traces.model import rows as row_groups
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.views import frames
-from sfi_traces.views.frames import PROMPT_TAIL, playable
+from sfi_traces.views.frames import playable
 from sfi_traces.views.words import step_words
-from tests.traces.made import PROMPT, WORDS, make_trace
+from tests.traces.made import PROMPT, make_trace
 from tests.traces.small import fixed_trace, write_part, write_trace
 
 WIDTH = 50
@@ -34,21 +34,7 @@ def test_a_frame_is_its_row(trace, run):
     assert len(run.steps) == 60
     assert run.steps.slow_at == [0, 10, 20, 30, 40, 50]
     for step in (0, 7, 10, 59):
-        frame, (row,) = frames.frame(run, step), rows(trace, "steps", step)
-        assert (frame.row, frame.token) == (row, row["token_text"])
-
-
-def test_text_is_split_at_the_current_sentence(trace, run):
-    """Step 19 generates the full stop of the sentence that began at step 10."""
-    texts = [row["token_text"] for row in trace.table("steps").to_pylist() if row["request"] == 1]
-    frame = frames.frame(run, 19)
-    assert (frame.sentence, frame.token) == ("".join(texts[10:19]), ".")
-    assert frame.before.endswith(" home" + "".join(texts[:10]))
-    assert frame.before.startswith(f" {WORDS[0]} {WORDS[1]}")
-    assert len(frame.before.split()) == PROMPT + 9  # the full stop of x_9 is no word of its own
-    assert PROMPT < PROMPT_TAIL
-    assert frames.frame(run, 20).sentence == ""
-    assert frames.frame(run, 20).before == frame.before + frame.sentence + frame.token
+        assert [frames.frame(run, step).row] == rows(trace, "steps", step)
 
 
 def test_measures_are_means_over_layers_and_heads(trace, run):
@@ -128,7 +114,7 @@ def test_the_selection_in_force_is_each_head_s_last(tmp_path):
     ]  # fmt: skip
     steps = [{"request": 0, "step": t, "slow": t in (0, 5), "context_tokens": 100 + t} for t in range(7)]
     trace = Trace.open(write_trace(tmp_path / "t", {"steps": steps, "selections": chosen}))
-    run = playable(trace, audited=False)
+    run = playable(trace)
     found = [{place[1]: positions.tolist() for place, positions in run.in_force(step).items()} for step in range(7)]
     assert found == [
         {}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]}, {0: [4], 1: [3]},

@@ -1,13 +1,8 @@
 """What the first of several ranks records of the others."""
 
-import re
-
-import pytest
-
 from sfi_core.distributed.ranks import Ranks
-from sfi_core.errors import RankLostError, TraceError
+from sfi_core.errors import RankLostError
 from sfi_traces import ParquetObserver, Trace
-from tests.traces.made import make_trace
 from tests.traces.small import rows
 from tests.traces.told import HEADS, Told
 
@@ -61,10 +56,3 @@ def test_without_the_other_rank_the_first_one_goes_on_alone(tmp_path, monkeypatc
     ours = [row for row in told[0].rows["supports"] if row["step"] == last]
     assert len(rows(trace, "supports", step=last)) == len(ours)
     assert len(rows(trace, "supports")) > len(told[0].rows["supports"])
-
-
-def test_a_trace_of_each_rank_by_itself_is_one_line(tmp_path):
-    folder = make_trace(tmp_path / "run", rank=1, ranks=2)
-    wanted = f"trace {folder} must be of all ranks, got a part that an earlier sfi wrote; record the run again"
-    with pytest.raises(TraceError, match=f"^{re.escape(wanted)}$"):
-        Trace.open(folder)

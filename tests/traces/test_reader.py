@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.export.rows import Query
+from sfi_traces.export import Query
 from sfi_traces.model.trace import Trace
 from sfi_traces.schema import MANIFEST, SCHEMA_VERSION, TABLES
 from tests.traces.made import make_trace

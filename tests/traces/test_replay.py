@@ -13,11 +13,10 @@ from sfi_core.models.load import load
 from sfi_core.policies.built_in.codescan import choosing_tokens
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
-from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, compare, pareto, replay, replay_request, schedule
-from sfi_traces.replay.replay import spread, top
+from sfi_traces.replay.replay import top
 from tests.small_example import small_example
 from tests.traces.made import CONFIG, MODEL, PROMPT, STOP, TOP, make_trace
 from tests.traces.small import fixed_trace, outcome, rewrite, rows
@@ -261,14 +260,6 @@ def test_top_takes_the_lower_index_of_a_tie_and_no_zeros():
     assert top(score, 9).tolist() == (score > 0).tolist()
 
 
-@pytest.mark.parametrize("span", [1, 2, 3, 4, 10])
-def test_spread_is_the_largest_score_within_the_span(span):
-    score = np.random.default_rng(0).random((3, 40)).astype(np.float32)
-    got = spread(score, span)
-    for at in range(40):
-        assert (got[:, at] == score[:, max(0, at - span) : at + span + 1].max(1)).all()
-
-
 def test_the_front_holds_what_nothing_else_beats():
     points = [(1.0, 1.0), (2.0, 0.9), (2.0, 0.8), (3.0, 0.7), (2.5, 0.6), (2.0, 0.9), (4.0, 0.1), (1.5, 0.9)]
     outcomes = [outcome(speedup=speedup, retained_mass=kept) for speedup, kept in points]
@@ -325,27 +316,6 @@ def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
     found = compare(Supports.load(trace), trace, trace)
     assert found.same_schedule
     assert 1 < found.measured.reasons[rules["trigger_policy"]] < 22
-
-
-def test_the_model_of_a_fast_step_is_what_it_read(bundled_runs):
-    """With the positions that the Selector really chose, the attended set has the measured mass exactly."""
-    trace = bundled_runs["sfi"]
-    (supports,) = Supports.load(trace)
-    config = Setting.recorded(trace).config
-    slow = np.array([row["slow"] for row in trace.table("steps", ["slow"]).to_pylist()])
-    memory = Memory.of(config.to_dict(), slow, supports.length_N)
-    selected = {
-        (row["step"], row["layer"], row["head"]): row["positions"] for row in trace.table("selections").to_pylist()
-    }
-    for row in trace.table("supports").to_pylist():
-        step = row["step"]
-        if slow[step]:
-            continue
-        refresh = int(np.flatnonzero(slow[:step])[-1])
-        own = set(selected[refresh, row["layer"], row["head"]]) | set(range(config.sink))
-        own |= set(range(memory.start_N[step], supports.length_N[step]))
-        mass = sum(m for p, m in zip(row["positions"], row["mass"], strict=True) if p in own)
-        assert mass == pytest.approx(row["retained_mass"], abs=1e-4)
 
 
 def test_recorded_tokens_give_the_triggers_that_the_tokenizer_gave(bundled_runs):

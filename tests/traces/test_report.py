@@ -12,12 +12,12 @@ from runpy import run_path
 import numpy as np
 import pytest
 
-from sfi_traces.importing.importer import import_trace
+from sfi_traces.importing import import_trace
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.report import render
-from sfi_traces.summary.head_maps import query_cosine
-from sfi_traces.summary.similarity import HeadSimilarity, drift
+from sfi_traces.summary.similarity import compare_heads, drift
+from sfi_traces.summary.supports import query_cosine
 from sfi_traces.views.figure_data import HeadMap, lag_lines
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
 from tests.traces.imports import PROMPT as IMPORTED
@@ -97,7 +97,7 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
         assert chance["y0"] == pytest.approx(sfi.supports.chance)
         assert 0 <= low <= chance["y0"] <= high < 1
     alike = array(figures["head-similarity"]["data"][0]["z"])
-    assert alike.tolist() == HeadSimilarity.of([sfi.supports]).matrix.tolist()
+    assert alike.tolist() == compare_heads([sfi.supports])["matrix"].tolist()
     cosine, *courses = figures["query-cosine"]["data"]
     heads = query_cosine(sfi)["heads"]
     mean_of = {(one["layer"], one["head"]): one["mean"] for one in heads}
@@ -146,8 +146,8 @@ def test_the_page_has_the_places_with_the_most_attention(sfi):
 
 
 def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi, monkeypatch):
-    monkeypatch.setattr("sfi_traces.report.packed_reads.MOST_BYTES", 0)
-    monkeypatch.setattr("sfi_traces.report.packed_reads.MOST_CELLS", 100)
+    monkeypatch.setattr("sfi_traces.report.text.MOST_BYTES", 0)
+    monkeypatch.setattr("sfi_traces.report.text.MOST_CELLS", 100)
     found = words(render(sfi))
     assert found["perCell"] == 3
     assert len(found["cells"]) == 80
@@ -170,7 +170,7 @@ def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
 
 
 def test_a_long_trace_is_thinned_out_and_the_page_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr("sfi_traces.report.step_figures.MOST_STEPS", 50)
+    monkeypatch.setattr("sfi_traces.report.figures.MOST_STEPS", 50)
     monkeypatch.setattr("sfi_traces.report.text.MOST_TOKENS", 70)
     page = render(Request(Trace.open(make_trace(tmp_path / "t", steps=100))))
     assert "50 of 100 audited steps are drawn, evenly chosen." in page
@@ -192,7 +192,6 @@ def test_a_redacted_trace_shows_steps_for_tokens(full):
     rewrite(full.trace.path, "prompts", lambda _: [])
     page = render(Request(full.trace))
     assert data(page)["heatmap"]["data"][0]["x"] == [str(step) for step in range(30)]
-    assert "<summary>Prompt" not in page
     assert "> 29 </span>" in page
     assert words(page) is None
     assert "has no text: it was recorded without a tokenizer" in page

@@ -85,25 +85,23 @@ def test_lags_of_a_long_run_are_counted_stretch_by_stretch(full, monkeypatch):
 
 def test_retained_mass_is_the_mean_over_fast_steps(sfi):
     slow = {row["step"] for row in rows(sfi, "steps") if row["slow"]}
-    data = retained_mass(sfi)
-    assert (data.map.layers, data.map.heads, data.coverage) == ([0, 1], [0, 1], False)
-    assert data.steps == 45 - len(slow)
+    mass, steps = retained_mass(sfi)
+    assert sorted(mass) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert steps == 45 - len(slow)
     means = {}
     for layer in (0, 1):
         for head in (0, 1):
             values = [r["retained_mass"] for key, r in supports(sfi).items()
                       if key[:2] == (layer, head) and key[2] not in slow]  # fmt: skip
             means[layer, head] = statistics.mean(values)
-            assert data.of_place[layer, head] == pytest.approx(means[layer, head])
+            assert mass[layer, head] == pytest.approx(means[layer, head])
     least, most = (f"layer {p[0]}, KV head {p[1]}" for p in (min(means, key=means.get), max(means, key=means.get)))
-    assert captions.retained(sfi, data).note.endswith(f"Least in {least}; most in {most}.")
+    assert captions.retained(mass, steps).note.endswith(f"Least in {least}; most in {most}.")
 
 
-def test_without_a_fast_step_it_is_the_mass_of_the_supports(full):
-    data = retained_mass(Request(full.trace, 1, layer=1))
-    assert (data.map.layers, data.map.heads, data.coverage, data.steps) == ([1], [0, 1], True, 45)
-    values = [sum(r["mass"]) for key, r in supports(full).items() if key[:2] == (1, 1)]
-    assert data.of_place[1, 1] == pytest.approx(statistics.mean(values))
+def test_without_a_fast_step_there_is_none(full):
+    with pytest.raises(TraceError, match="has no audited fast step"):
+        retained_mass(full)
 
 
 def test_lambda_is_the_distribution_over_layers_and_heads_at_each_refresh(sfi):
@@ -159,27 +157,12 @@ def test_the_audits_time_is_in_no_phase(sfi):
     assert data.phases[REST].tolist() == pytest.approx(before.phases[REST].tolist())
 
 
-@pytest.mark.parametrize(("reason", "step"), [("", 13), ("speculative", 14)])
-def test_a_selection_that_a_fast_step_made_is_in_force_at_once_or_ahead(sfi, reason, step):
-    """As oracle-top-k selects, before it attends, or FreeKV for the next step."""
-
-    def each(selections):
-        one = next(row for row in selections if row["step"] == 10)
-        return [one | {"step": 13, "positions": [40, 41], "reason": reason}]
-
-    rewrite(sfi.trace.path, "selections", each)
-    place = tuple(rows(sfi, "selections")[0][name] for name in ("layer", "head"))
-    before, after = (Request(sfi.trace).in_force(at) for at in (step - 1, step))
-    assert place not in before
-    assert after[place].tolist() == [40, 41]
-
-
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
     rewrite(sfi.trace.path, "steps", lambda found: [row for row in found if row["step"] < 25])
     view = Request(sfi.trace)
     assert view.supports.step_N.tolist() == list(range(25))
     assert step_phases(view).step.tolist() == list(range(1, 25))
-    assert retained_mass(view).steps == 22
+    assert retained_mass(view)[1] == 22
 
 
 def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):

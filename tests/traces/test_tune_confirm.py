@@ -14,11 +14,8 @@ from sfi_traces.model.trace import Trace
 from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Setting, Supports, replay
 from sfi_traces.tune.confirm import Confirmer, Material, check_model
-from sfi_traces.tune.front import Candidate, Confirmation
-from sfi_traces.tune.plots import _draw_runs
-from sfi_traces.tune.result import TuneResult
-from sfi_traces.tune.space import Space, recorded_set
-from sfi_traces.tune.tuning import Evaluator, Limits, Tuning
+from sfi_traces.tune.result import Confirmation, TuneResult, _draw_runs
+from sfi_traces.tune.tuning import Candidate, Limits, Tuning
 from tests.small_example import small_example
 from tests.traces.made import make_trace
 from tests.traces.small import outcome
@@ -52,12 +49,13 @@ def recorded(trace) -> list[Supports]:
 
 @pytest.fixture(scope="module")
 def confirmed(loaded, trace, recorded):
-    material = Material.of_trace(trace, recorded, loaded[1])
+    model, tokenizer = loaded
+    material = Material.of_trace(trace, recorded, tokenizer)
     base = Setting.recorded(trace)
     told: list[tuple[int, int]] = []
-    confirmer = Confirmer(model=loaded[0], tokenizer=loaded[1])
+    confirmer = Confirmer(model=model, tokenizer=tokenizer, material=[material])
     configs = [base.config.replace(**changes) for changes in SETTINGS]
-    rows, speed = confirmer([material], configs, ["sfi"] * 3, lambda *counts: told.append(counts))
+    rows, speed = confirmer(configs, ["sfi"] * 3, lambda *counts: told.append(counts))
     return rows, speed, told
 
 
@@ -115,24 +113,18 @@ def row_of(predicted: float, upper: float, measured: float, *, exact: bool | Non
 
 
 @pytest.fixture
-def found(trace, recorded) -> TuneResult:
+def found(trace) -> TuneResult:
     """A front of budgets, the middle one chosen."""
-    base = Setting.recorded(trace)
-    evaluate = Evaluator(recorded=recorded)
-    space = Space.of(base, recorded, [recorded_set(base)], {})
-    front = []
+    tuning = Tuning.of([trace], axes={}, trigger_sets={}, limits=Limits())
+    base, front = tuning.space.base, []
     for budget in (64, 256, 1000):
         setting = replace(base, config=base.config.replace(budget=budget))
-        front.append(Candidate(setting=setting, outcome=evaluate(setting)))
-    tuning = Tuning(
-        traces=[trace], recorded=[recorded], space=space, limits=Limits(),
-        evaluate=evaluate,
-    )  # fmt: skip
-    return TuneResult(tuning=tuning, search=None, front=front, chosen=1, rule="the knee")
+        front.append(Candidate(setting=setting, outcome=tuning.outcome(setting)))
+    return TuneResult(tuning=tuning, study=None, front=front, chosen=1, rule="the knee")
 
 
 def rows_for(*exact: bool | None):
-    return lambda configs, _: ([row_of(0.5, 0.6, 0.5, exact=one) for one in exact[: len(configs)]], 9.0)
+    return lambda configs, _: ([row_of(0.5, 0.6, 0.5, exact=answer) for answer in exact[: len(configs)]], 9.0)
 
 
 def test_a_choice_that_runs_well_stays(found):

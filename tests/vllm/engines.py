@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 import sfi_core
 from sfi_core import SfiConfig
+from sfi_core.hosts.vllm.names import engine_of_process
 from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.room import engine_of_process
 from sfi_core.models.load import BUNDLED
 
 EXAMPLE = json.loads((BUNDLED.parent / "example.json").read_text())

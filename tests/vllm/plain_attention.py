@@ -132,12 +132,4 @@ class SfiPlainImpl(PagedImpl, PlainImpl):
 class SfiPlainBackend(PagedBackend, PlainBackend):
     """As `SfiCudaBackend`, over the plain one."""
 
-    @staticmethod
-    def get_impl_cls() -> type[SfiPlainImpl]:
-        """Return the implementation."""
-        return SfiPlainImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SfiPlainBuilder]:
-        """Return the builder."""
-        return SfiPlainBuilder
+    impl, builder = SfiPlainImpl, SfiPlainBuilder

@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import plugin
-from sfi_core.hosts.vllm.room import engine_of_process
+from sfi_core.hosts.vllm.names import engine_of_process
 from tests.vllm.engines import GREEDY, engine, tokens
 
 PLAIN = "tests.vllm.plain_attention.SfiPlainBackend"

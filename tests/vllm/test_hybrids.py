@@ -19,10 +19,9 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, Ma
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.shapes import layer_shapes as transformers_shapes
 from sfi_core.hosts.vllm.backend import SfiCpuBackend
-from sfi_core.hosts.vllm.names import full_group, layer_shapes, settings_of
-from sfi_core.hosts.vllm.room import check_model, engine_of_process
+from sfi_core.hosts.vllm.names import check_model, engine_of_process, full_group, layer_shapes, settings_of
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from tests.architectures import BY_LABEL
 from tests.vllm.engines import (
     GREEDY,

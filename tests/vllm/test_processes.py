@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sfi_core.hosts.vllm import backend, room
+from sfi_core.hosts.vllm import backend
 from tests.vllm.engines import EXAMPLE, SELECTS, engine, example_ids, reference, tokens
 
 ROOT = Path(__file__).parent.parent.parent
@@ -63,7 +63,7 @@ def test_installed_but_not_configured_it_is_vllm(monkeypatch: pytest.MonkeyPatch
     def reached(*_: Any, **__: Any) -> None:
         raise AssertionError("sfi's code is on the path of a server that did not ask for it")
 
-    monkeypatch.setattr(room, "engine_of_process", reached)
+    monkeypatch.setattr(backend, "engine_of_process", reached)
     monkeypatch.setattr(backend.Batch, "enter", reached)
     with engine() as llm:
         found = tokens(llm, [EXAMPLE["prompt"]], max_tokens=48)[0]

@@ -19,8 +19,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from sfi_core.models.load import BUNDLED
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from tests.vllm.engines import EXAMPLE, reference
 
 ROOT = Path(__file__).parents[2]

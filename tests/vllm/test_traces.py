@@ -6,13 +6,13 @@ from typer.testing import CliRunner
 
 from sfi_cli.app import app
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.events import WorkerEvents
+from sfi_core.hosts.vllm.connector import WorkerEvents
 from sfi_core.observers.events import AuditEvent, SelectionEvent
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from tests.vllm.engines import SELECTS, SMALL_BATCH, ask, engine, example_ids, told
 
-CONNECTOR = "sfi_cli.commands.serve.connector"
+CONNECTOR = "sfi_cli.commands.serve_connector"
 
 
 def traced(extra: dict, **options):

@@ -12,16 +12,8 @@ import numpy as np
 from sfi_core.errors import ConfigError, not_installed
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import thinning
-from sfi_traces.views import captions
-from sfi_traces.views.captions import ACROSS, CLIP, PHASES, SLOW, WITHIN, Caption, subject, visible
-from sfi_traces.views.figure_data import (
-    axis_range,
-    color_range,
-    lag_lines,
-    lambda_over_time,
-    retained_mass,
-    step_phases,
-)
+from sfi_traces.views import captions, figure_data
+from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, subject, visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,6 +24,9 @@ DPI = 150
 MUTED = "#5b6570"
 CHARACTERS_PER_INCH = 16  # of a note
 MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
+MOST_LABELS, MOST_LINES = 64, 24  # of the heat map
+MOST_BARS = 60  # of lambda*; beyond, error bars would hide each other
+MOST_NUMBERS = 400  # cells of retained mass with their number written in
 
 
 def check_matplotlib(what: str) -> None:
@@ -55,8 +50,8 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def title(figure: "Figure", caption: Caption, request: Request) -> None:
-    """Write the caption and the run's name above a figure."""
+def _titled(figure: "Figure", caption: Caption, request: Request) -> "Figure":
+    # with the caption and the run's name above
     from matplotlib.layout_engine import ConstrainedLayoutEngine  # noqa: PLC0415 - an extra
 
     width, height = figure.get_size_inches()
@@ -69,19 +64,11 @@ def title(figure: "Figure", caption: Caption, request: Request) -> None:
     )  # fmt: skip
     free = 1 - (2 * MARGIN + TITLE + LINE * len(lines)) / height
     figure.set_layout_engine(ConstrainedLayoutEngine(rect=(0, 0, 1, free)))
+    return figure
 
 
-def mark_slow(axes: "Axes", at: np.ndarray) -> None:
-    """Mark slow steps with triangles below the axis."""
-    axes.tick_params(axis="x", pad=7)
-    axes.plot(
-        at, np.full(len(at), -0.012), "^", color=SLOW, markersize=3.5, markeredgewidth=0,
-        transform=axes.get_xaxis_transform(), clip_on=False, label="slow step",
-    )  # fmt: skip
-
-
-def colorbar(figure: "Figure", image: Any, axes: Any, **options: Any) -> Any:
-    """Add a color bar without a frame."""
+def _colorbar(figure: "Figure", image: Any, axes: Any, **options: Any) -> Any:
+    # without a frame
     bar = figure.colorbar(image, ax=axes, **options)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8)
@@ -102,43 +89,36 @@ def save(figure: Any, path: Path, *, kind: str) -> None:
         figure.savefig(path, format=kind, dpi=DPI)
 
 
-MOST_LABELS, MOST_LINES = 64, 24  # of the heat map
-MOST_BARS = 60  # of lambda*; beyond, error bars would hide each other
-MOST_NUMBERS = 400  # cells of retained mass with their number written in
-
-
 def heatmap(request: Request) -> Any:
     """Draw the overlap of every two audited steps' supports (the paper's Figure 1A)."""
     supports = request.supports.thinned()
     overlap, count = supports.overlap, supports.steps
     figure = new_figure(9.6, 8.8)
     axes = figure.subplots()
-    low, high = color_range(overlap)
+    low, high = figure_data.color_range(overlap)
     image = axes.imshow(overlap, cmap="viridis", vmin=low, vmax=high, interpolation="nearest")
-    sentence = request.steps.sentence[request.steps.rows(supports.step_N)]
-    edges = np.flatnonzero(np.diff(sentence)) + 0.5
+    rows = request.steps.rows(supports.step_N)
+    edges = np.flatnonzero(np.diff(request.steps.sentence[rows])) + 0.5
     ends = np.array([-0.5, *edges, count - 0.5])
     # lines cross the whole map; many lines only frame each sentence
     begin, end = (-0.5, count - 0.5) if len(edges) <= MOST_LINES else (ends[:-2], ends[2:])
     for lines in (axes.vlines, axes.hlines):
         lines(edges, begin, end, color="white", linewidth=1 if count <= MOST_LABELS else 0.6)
     entries = range(0, count, thinning(count, MOST_LABELS))
-    rows = request.steps.rows(supports.step_N)[entries]
-    labels = [visible(request.steps.text[row]) or str(request.steps.step[row]) for row in rows]
+    labels = [visible(request.steps.text[row]) or str(request.steps.step[row]) for row in rows[entries]]
     axes.set_xticks(entries, labels, rotation=90, fontsize=7, parse_math=False)
     axes.set_yticks(entries, labels, fontsize=7, parse_math=False)
     axes.tick_params(length=2, pad=1.5)
     axes.spines[:].set_visible(False)
     extend = "max" if high < 1 else "neither"
-    bar = colorbar(figure, image, axes, shrink=0.6, aspect=30, pad=0.015, extend=extend)
+    bar = _colorbar(figure, image, axes, shrink=0.6, aspect=30, pad=0.015, extend=extend)
     bar.set_label("overlap coefficient", fontsize=9)
-    title(figure, captions.stability(request, supports), request)
-    return figure
+    return _titled(figure, captions.stability(request, supports), request)
 
 
 def lag(request: Request) -> Any:
     """Draw the overlap of pairs within a sentence and across a boundary, and the number of pairs."""
-    lines = lag_lines(request)
+    lines = figure_data.lag_lines(request)
     figure = new_figure(9, 5.6)
     axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for line, color in zip(lines, (WITHIN, ACROSS), strict=True):
@@ -148,22 +128,20 @@ def lag(request: Request) -> Any:
         below.plot(line.lag, line.pairs, color=color, linewidth=1.2)
     chance = request.supports.chance
     axes.axhline(chance, color=CLIP, linestyle="--", linewidth=1.2, label=f"two random supports, {chance:.3f}")
-    axes.set_ylim(axis_range(np.array([chance]), *(one for line in lines for one in (line.low, line.high, line.mean))))
+    axes.set_ylim(figure_data.axis_range(chance, *(np.hstack([line.low, line.high, line.mean]) for line in lines)))
     axes.set_xlim(left=0)
     axes.set_ylabel("overlap coefficient")
     axes.legend(frameon=False, fontsize=9)
-    below.set_ylabel("pairs")
+    below.set(ylabel="pairs", xlabel="lag: steps apart")
     below.set_ylim(bottom=0)
-    below.set_xlabel("lag: steps apart")
     plain(axes)
     plain(below)
-    title(figure, captions.lag(request), request)
-    return figure
+    return _titled(figure, captions.lag(request), request)
 
 
 def lambda_star(request: Request) -> Any:
     """Draw the median, the spread over layers and KV heads, and the clip."""
-    data = lambda_over_time(request)
+    data = figure_data.lambda_over_time(request)
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
     label = "median, 10 to 90 % of layers and KV heads"
@@ -173,21 +151,18 @@ def lambda_star(request: Request) -> Any:
     else:
         axes.fill_between(data.step, data.low, data.high, color=WITHIN, alpha=0.2, linewidth=0)
         axes.plot(data.step, data.median, color=WITHIN, linewidth=1.2, label=label)
-    clip = data.clip
-    axes.axhline(clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {clip:g}")
-    axes.set_ylim(0, 1.12 * max(clip, data.high.max()))
-    axes.set_xlabel("decoding step")
-    axes.set_ylabel("lambda*")
+    axes.axhline(data.clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {data.clip:g}")
+    axes.set_ylim(0, 1.12 * max(data.clip, data.high.max()))
+    axes.set(xlabel="decoding step", ylabel="lambda*")
     figure.legend(loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     plain(axes)
-    title(figure, captions.lambda_star(data), request)
-    return figure
+    return _titled(figure, captions.lambda_star(data), request)
 
 
 def retained(request: Request) -> Any:
     """Draw a cell for each layer and KV head, with its number if there are few."""
-    data = retained_mass(request)
-    shown = data.map
+    mass, steps = figure_data.retained_mass(request)
+    shown = figure_data.HeadMap.of(mass)
     rows, columns = shown.value.shape
     width, height = 2.6 + 0.62 * columns, 1.9 + 0.34 * rows
     figure = new_figure(min(14, max(6.5, width)), min(14, max(3.6, height)))
@@ -195,43 +170,43 @@ def retained(request: Request) -> Any:
     low = min(float(np.nanmin(shown.value)), 0.99)
     image = axes.imshow(shown.value, cmap="viridis", vmin=low, vmax=1, aspect="auto")
     if shown.value.size <= MOST_NUMBERS:
-        for (row, column), one in np.ndenumerate(shown.value):
-            shade = "black" if one > (low + 1) / 2 else "white"
-            text = "" if np.isnan(one) else f"{one:.3f}"
+        for (row, column), value in np.ndenumerate(shown.value):
+            shade = "black" if value > (low + 1) / 2 else "white"
+            text = "" if np.isnan(value) else f"{value:.3f}"
             axes.text(column, row, text, ha="center", va="center", fontsize=7.5, color=shade)
     axes.tick_params(length=0, labelsize=8)
     axes.spines[:].set_visible(False)
-    colorbar(figure, image, axes, aspect=30, pad=0.02)
+    _colorbar(figure, image, axes, aspect=30, pad=0.02)
     axes.set_xticks(range(columns), map(str, shown.heads))
     axes.set_yticks(range(rows), map(str, shown.layers))
-    axes.set_xlabel("KV head")
-    axes.set_ylabel("layer")
-    title(figure, captions.retained(request, data), request)
-    return figure
+    axes.set(xlabel="KV head", ylabel="layer")
+    return _titled(figure, captions.retained(mass, steps), request)
 
 
 def timeline(request: Request) -> Any:
     """Draw a bar for each step, its phases stacked."""
-    data = step_phases(request)
+    data = figure_data.step_phases(request)
     figure = new_figure(11, 5.4)
     axes = figure.subplots()
     edges = np.array([*data.step, data.step[-1] + data.per_bar]) - 0.5
     base = np.zeros(len(data.step))
     for name, spent_us in data.phases.items():
         top = base + spent_us / 1000
-        axes.stairs(top, edges, baseline=base, fill=True, color=PHASES[name], label=name)
+        axes.stairs(top, edges, baseline=base, fill=True, color=figure_data.PHASES[name], label=name)
         base = top
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(0, 1.02 * base.max())
     if len(data.slow) < len(data.step) * data.per_bar:
-        mark_slow(axes, data.slow)
-    axes.set_xlabel("decoding step")
-    axes.set_ylabel("milliseconds")
+        axes.tick_params(axis="x", pad=7)
+        axes.plot(
+            data.slow, np.full(len(data.slow), -0.012), "^", color=SLOW, markersize=3.5, markeredgewidth=0,
+            transform=axes.get_xaxis_transform(), clip_on=False, label="slow step",
+        )  # fmt: skip
+    axes.set(xlabel="decoding step", ylabel="milliseconds")
     plain(axes)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", fontsize=8, frameon=False)
-    title(figure, captions.timeline(data), request)
-    return figure
+    return _titled(figure, captions.timeline(data), request)
 
 
 # each raises `TraceError` for a trace that lacks its data; the message names the option that records it

@@ -55,37 +55,25 @@ def intersections(index_NK: Ints) -> Floats:
     Multiplies memberships block by block over the positions of both blocks: distant supports share few.
     """
     end, count = 1 + int(index_NK.max(initial=0)), len(index_NK)
-    blocks = [_Block.of(index_NK[at : at + BLOCK], end) for at in range(0, count, BLOCK)]
+    blocks = [_members(index_NK[at : at + BLOCK], end) for at in range(0, count, BLOCK)]
     counts = np.zeros((count, count), np.float32)
     for first, second in combinations_with_replacement(range(len(blocks)), 2):
-        shared = np.flatnonzero(blocks[first].held & blocks[second].held)
-        one, other = (blocks[at].members(shared) for at in (first, second))
+        shared = np.flatnonzero((blocks[first][0] >= 0) & (blocks[second][0] >= 0))
+        left, right = (member[row[shared]].astype(np.float32) for row, member in (blocks[first], blocks[second]))
         rows, columns = (slice(at * BLOCK, (at + 1) * BLOCK) for at in (first, second))
-        counts[rows, columns] = one.T @ other
+        counts[rows, columns] = left.T @ right
         counts[columns, rows] = counts[rows, columns].T
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    # consecutive sets
-    held: np.ndarray  # whether some set holds each position
-    row: np.ndarray  # of `member`, for the positions that some set holds
-    member: np.ndarray  # which of the sets hold a position
-
-    @classmethod
-    def of(cls, index_NK: Ints, end: int) -> Self:
-        number, column = np.nonzero(index_NK >= 0)
-        position = index_NK[number, column]
-        held = np.zeros(end, bool)
-        held[position] = True
-        row = np.cumsum(held) - 1
-        member = np.zeros((int(held.sum()), len(index_NK)), bool)
-        member[row[position], number] = True
-        return cls(held, row, member)
-
-    def members(self, position: np.ndarray) -> np.ndarray:
-        return np.asarray(self.member[self.row[position]], np.float32)
+def _members(index_NK: Ints, end: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    # each position's row in the second array, -1 if no set has it; and which sets have it
+    number, column = np.nonzero(index_NK >= 0)
+    position, held = index_NK[number, column], np.zeros(end, bool)
+    held[position] = True
+    row, member = np.where(held, np.cumsum(held) - 1, -1), np.zeros((held.sum(), len(index_NK)), bool)
+    member[row[position], number] = True
+    return row, member
 
 
 def size(index: Ints) -> Ints:
@@ -103,9 +91,9 @@ def padded(lists: pa.ListArray | pa.ChunkedArray, empty: float = -1, width: int 
     length = np.asarray(pc.fill_null(pc.list_value_length(lists), 0))
     values = np.asarray(pc.list_flatten(lists))
     wide = int(length.max(initial=1)) if width is None else width
-    found = np.full((len(length), wide), empty, values.dtype)
-    found[np.arange(wide) < length[:, None]] = values
-    return found
+    rows = np.full((len(length), wide), empty, values.dtype)
+    rows[np.arange(wide) < length[:, None]] = values
+    return rows
 
 
 class SelectedSets:
@@ -123,7 +111,12 @@ class SelectedSets:
         """
         change = Overlap.of(self._index_HK[heads], index_NK)
         first = ~self._known_H[heads]
-        self._keep(heads, index_NK)
+        wider = index_NK.shape[1] - self._index_HK.shape[1]
+        if wider > 0:
+            self._index_HK = np.pad(self._index_HK, ((0, 0), (0, wider)), constant_values=-1)
+        self._index_HK[heads] = -1
+        self._index_HK[heads, : index_NK.shape[1]] = index_NK
+        self._known_H[heads] = True
         return {
             "selected": change.second,
             "overlap_previous": np.where(first, np.nan, change.coefficient),
@@ -131,11 +124,3 @@ class SelectedSets:
             "added": change.second - change.both,
             "removed": change.first - change.both,
         }
-
-    def _keep(self, heads: Array, index_NK: Array) -> None:
-        wider = index_NK.shape[1] - self._index_HK.shape[1]
-        if wider > 0:
-            self._index_HK = np.pad(self._index_HK, ((0, 0), (0, wider)), constant_values=-1)
-        self._index_HK[heads] = -1
-        self._index_HK[heads, : index_NK.shape[1]] = index_NK
-        self._known_H[heads] = True

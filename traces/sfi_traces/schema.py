@@ -13,22 +13,24 @@ PART = "part-{number:05d}.parquet"
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS = 1 << 24, 1 << 15, 1 << 15
 AHEAD = "speculative"  # the reason of a selection that serves the next step
 
-KEY = [("request", pa.int32()), ("step", pa.int32())]
-HEAD = [("layer", pa.int16()), ("head", pa.int16())]
+
+def _each(kind: pa.DataType, *names: str) -> list[tuple[str, pa.DataType]]:
+    return [(name, kind) for name in names]
+
+
+KEY = _each(pa.int32(), "request", "step")
+HEAD = _each(pa.int16(), "layer", "head")
 POSITIONS = pa.list_(pa.int32())
 
 TABLES: dict[str, pa.Schema] = {
     # one row a prompt token; a redacted trace has null ids and texts, here and in `steps`
-    "prompts": pa.schema(
-        [("request", pa.int32()), ("position", pa.int32()), ("token_id", pa.int32()), ("token_text", pa.string())]
-    ),
+    "prompts": pa.schema([*_each(pa.int32(), "request", "position", "token_id"), ("token_text", pa.string())]),
     # one row a request and step; `position` is the query's, `token_id` the generated token; `batch_step`
     # counts the batch's steps, which differ from the request's if it began later (null: equal)
     "steps": pa.schema(
         [
             *KEY,
-            ("position", pa.int32()),
-            ("token_id", pa.int32()),
+            *_each(pa.int32(), "position", "token_id"),
             ("token_text", pa.string()),
             ("slow", pa.bool_()),
             ("reason", pa.string()),  # "" for a fast step
@@ -45,22 +47,19 @@ TABLES: dict[str, pa.Schema] = {
             ("draft_token_id", pa.int32()),  # the drafted token, kept or not
             ("graphs", pa.bool_()),  # the step was replayed as a CUDA graph
             # of the whole batch step, so equal for all its requests; null where the engine does not know
-            ("slow_requests", pa.int32()),
-            ("fast_requests", pa.int32()),
-            ("cached_tokens", pa.int64()),
-            ("moved_bytes", pa.int64()),  # of K and V, that attention read in full-attention layers
+            *_each(pa.int32(), "slow_requests", "fast_requests"),
+            # `moved_bytes`: of K and V, that attention read in full-attention layers
+            *_each(pa.int64(), "cached_tokens", "moved_bytes"),
             ("bandwidth_share", pa.float32()),  # null: no run measures the machine's bandwidth
             ("selection_tokens", pa.float32()),  # read to choose, in tokens' worth; null: not recorded
         ]
     ),
-    # one row a verification of a lossless run; `step` is the step of the last token it gave
+    # one row a verification of a lossless run; `step` is the step of the last token it gave, `base` the
+    # verified tokens in the cache before it
     "verifications": pa.schema(
         [
             *KEY,
-            ("batch_step", pa.int32()),
-            ("base", pa.int32()),  # verified tokens in the cache before it
-            ("drafted", pa.int32()),
-            ("accepted", pa.int32()),
+            *_each(pa.int32(), "batch_step", "base", "drafted", "accepted"),
             ("reason", pa.string()),
             ("evidence_position", pa.int32()),  # null where nothing was selected
             ("attended_tokens", pa.float32()),  # sum over the drafting steps and the verification
@@ -76,15 +75,9 @@ TABLES: dict[str, pa.Schema] = {
             *KEY,
             *HEAD,
             ("selected", pa.int32()),
-            ("lambda_star", pa.float32()),
-            ("evidence_norm2", pa.float32()),
-            ("evidence_dot_prior", pa.float32()),
-            ("prior_norm2", pa.float32()),
-            ("evidence_entropy", pa.float32()),
-            ("overlap_previous", pa.float32()),
-            ("jaccard_previous", pa.float32()),
-            ("added", pa.int32()),
-            ("removed", pa.int32()),
+            *_each(pa.float32(), "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2"),
+            *_each(pa.float32(), "evidence_entropy", "overlap_previous", "jaccard_previous"),
+            *_each(pa.int32(), "added", "removed"),
             ("positions", POSITIONS),
             ("reason", pa.string()),
             ("query_cosine", pa.float32()),  # FreeKV's C_i
@@ -92,15 +85,9 @@ TABLES: dict[str, pa.Schema] = {
             ("score_margin", pa.float32()),  # codescan: score of the last key chosen over the first one left
         ]
     ),
-    # one row a request, step and layer that fetched keys and values from the host
+    # one row a request, step and layer that fetched keys and values from the host; `rows` of all KV heads
     "recalls": pa.schema(
-        [
-            *KEY,
-            ("layer", pa.int16()),
-            ("rows", pa.int32()),  # summed over KV heads
-            ("bytes", pa.int64()),
-            ("waited_us", pa.float64()),
-        ]
+        [*KEY, ("layer", pa.int16()), ("rows", pa.int32()), ("bytes", pa.int64()), ("waited_us", pa.float64())]
     ),
     # one row an audited request, step, layer and KV head
     "supports": pa.schema(
@@ -112,22 +99,22 @@ TABLES: dict[str, pa.Schema] = {
             ("retained_mass", pa.float32()),
             ("overlap_previous_step", pa.float32()),  # null unless the step before was audited
             ("overlap_last_refresh", pa.float32()),  # with the last slow step before this one
-            ("query_cosine", pa.float32()),
-            ("output_error", pa.float32()),
+            *_each(pa.float32(), "query_cosine", "output_error"),
             ("read", pa.list_(pa.bool_())),  # for each position: whether the step attended to it
             ("top_1_read", pa.float32()),  # share of query heads whose top position was attended
             ("retained_mass_min", pa.float32()),  # the least over the KV head's query heads
         ]
     ),
-    # one row an audited fast step; in a lossless run, a step whose draft was tested
+    # one row an audited fast step; in a lossless run, a step whose draft was tested. Dense attention's most
+    # probable token (null in a redacted trace) and its probability there
     "logits": pa.schema(
         [
             *KEY,
             ("kl_next_token", pa.float32()),
             ("argmax_agrees", pa.bool_()),
-            ("dense_token_id", pa.int32()),  # dense attention's most probable token; null in a redacted trace
+            ("dense_token_id", pa.int32()),
             ("dense_token_text", pa.string()),
-            ("dense_probability", pa.float32()),  # its probability there
+            ("dense_probability", pa.float32()),
         ]
     ),
     # one row a span; `request` is the first of its run, `step` the batch's; `begin_us` counts from the
@@ -136,10 +123,8 @@ TABLES: dict[str, pa.Schema] = {
         [
             *KEY,
             ("layer", pa.int16()),  # null outside of layers
-            ("name", pa.string()),
-            ("stream", pa.string()),
-            ("begin_us", pa.float64()),
-            ("elapsed_us", pa.float64()),
+            *_each(pa.string(), "name", "stream"),
+            *_each(pa.float64(), "begin_us", "elapsed_us"),
             ("bytes", pa.int64()),
             ("rank", pa.int16()),
         ]

@@ -39,8 +39,7 @@ def scaled_logits(query, key, scale, soft_cap, CAPPED: tl.constexpr):
 def add_tile(peak, total, out, logits, value, log2_scale=LOG2E):
     """Add a tile to the running softmax; a logit of -inf does not count.
 
-    `log2_scale` > 0 turns `logits` and `peak` into logarithms to base two. Passing products that are not
-    scaled yet saves a multiplication of the tile.
+    `log2_scale` > 0 turns `logits` and `peak` into logarithms to base two: products need not be scaled before.
     """
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     # a row that has seen nothing yet has a peak of -inf, and -inf less -inf is NaN

@@ -11,16 +11,14 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 
 BITS = (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)  # of a word's slots
 SLOTS = len(BITS)
 WIDTHS = (64, 128)  # a head wider than each has twice as many words
 SHIFTS = tuple(accumulate(BITS, initial=0))[:-1]
 KEPT = 128  # tokens whose queries are kept for learning a basis again
-# of a float32's bits: those that a score drops, and the score of 2^-32
-DROPPED = 20
-LOWEST = (127 - 32) << 3
+DROPPED, LOWEST = 20, (127 - 32) << 3  # of a float32's bits: those that a score drops, and the score of 2^-32
 
 
 class CodeBasis(NamedTuple):
@@ -75,10 +73,7 @@ class BatchCodes(NamedTuple):
     def empty(
         cls, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
     ) -> "BatchCodes":
-        """Allocate for `rows` requests of at most `capacity` tokens and `group` query heads a KV head.
-
-        No request has a basis yet.
-        """
+        """Allocate for `rows` requests without basis of at most `capacity` tokens, `group` query heads a KV head."""
         (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
         zeros = torch.zeros(0, device=key_PHND.device).new_zeros
         return cls(

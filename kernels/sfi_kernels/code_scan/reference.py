@@ -4,30 +4,19 @@ from functools import cache
 
 import torch
 
-from sfi_kernels.append import append
-from sfi_kernels.append.reference import check as check_append
+from sfi_kernels import step_descriptor as step
 from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.op import check_int32, check_pages, check_shapes
+from sfi_kernels.pack import append
+from sfi_kernels.pack.reference import check_append
 from sfi_kernels.pages import read_pages
-from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.shapes import check_int32, check_pages, check_shape
-from sfi_kernels.step_descriptor import (
-    ALLOWED_START,
-    ALLOWED_STOP,
-    FAST,
-    LENGTH,
-    MODE,
-    QUERIES,
-    NewRows,
-    StepDescriptor,
-)
+from sfi_kernels.partial_attention import PseudoToken
+from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 from sfi_kernels.top_k import top_k
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
-    """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32.
-
-    Raises `ValueError` where shapes do not fit.
-    """
+    """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32."""
     check_basis(key_HTD, basis)
     return words_of(key_HTD, basis.mean_HD, basis.encode_HWDC)
 
@@ -42,8 +31,8 @@ def code_tokens(
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor)
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[MODE] >= FAST:
-            start, stop = numbers[LENGTH] - numbers[QUERIES], numbers[LENGTH]
+        if numbers[step.MODE] >= step.FAST:
+            start, stop = numbers[step.LENGTH] - numbers[step.QUERIES], numbers[step.LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
             codes.word_BHWT[row, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[row], codes.encode_BHWDC[row])
 
@@ -63,27 +52,13 @@ def code_scan(
     rest: float,
     diagnoses: bool = False,
 ) -> Choice:
-    """Choose the likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
+    """Choose the `budget` likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
-    Where J has no more than `budget` keys, all are chosen. The new keys are coded, too (`code_tokens`),
-    the values that have left the recent window are added to the sums, and the queries are kept.
-
-    Args:
-        query_BHGD: Queries of the step, one a request.
-        key_PHND: Pages of keys; the new keys are there, or in the descriptor.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        descriptor: Modes, lengths and candidate sets.
-        codes: Codes and sums, changed in place.
-        position_BHS: Written for fast requests: their sinks, the chosen positions, then -1; int32.
-        length_BH: Written for fast requests: how many positions there are, int32.
-        budget: Keys to choose by KV head.
-        scale: Factor on the products.
-        rest: Factor on the estimated probability of the unread keys.
-        diagnoses: Return the choice's diagnostics, too; Triton returns none.
-
-    Returns:
-        The choice. The pseudo token's value is the mean value of J.
+    Where J has no more keys, all are chosen. The new keys, in the pages or in the descriptor, are coded, too
+    (`code_tokens`), the values that have left the recent window are added to the sums, and the queries are kept:
+    `codes` are changed in place. For fast requests `position_BHS` is written, their sinks, the chosen positions, then
+    -1, and `length_BH`, how many there are. `rest` is the factor on the estimated probability of the unread keys, whose
+    pseudo token has the mean value of J. `diagnoses` asks for the choice's diagnostics; Triton returns none.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     code_tokens(key_PHND, block_table_BP, descriptor, codes)
@@ -91,12 +66,15 @@ def code_scan(
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
     value_BHE = torch.zeros_like(codes.sum_BHE)
-    diagnostics = nothing_unread(B, H, query_BHGD.device) if diagnoses else {}
+    diagnostics: dict[str, torch.Tensor] = {}
+    if diagnoses:  # where everything is read
+        unread_BH = torch.zeros(B, H, device=query_BHGD.device)
+        diagnostics = {"unread_estimate": unread_BH, "score_margin": torch.full_like(unread_BH, torch.nan)}
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[MODE] != FAST:
+        if numbers[step.MODE] != step.FAST:
             continue
-        codes.recent_BHXGD[row, :, (numbers[LENGTH] - 1) % KEPT] = query_BHGD[row]
-        first, stop = numbers[ALLOWED_START], numbers[ALLOWED_STOP]
+        codes.recent_BHXGD[row, :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
+        first, stop = numbers[step.ALLOWED_START], numbers[step.ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
         chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
@@ -117,17 +95,11 @@ def code_scan(
 def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the keys of one request that are likeliest, in the mean over the query heads of a KV head.
 
-    Args:
-        logits_HGT: Logits of the candidates, float32, not NaN.
-        budget: Keys to choose by KV head, fewer than T. Those with the highest `coarse_score` are chosen; the
-            lower position wins a tie.
-        rest: Factor on the probability of the keys that are not chosen.
-
-    Returns:
-        index_HK, int32, ascending, and the log of `rest` times the summed exponentials of the other keys'
-            logits, unread_HG, float32; -inf if that is 0.
+    Of the candidates, with logits in float32, not NaN, the `budget` with the highest `coarse_score` are chosen, fewer
+    than T; the lower position wins a tie. Return index_HK, int32, ascending, and the log of `rest` times the summed
+    exponentials of the other keys' logits, unread_HG, float32; -inf if that is 0.
     """
-    check_shape(logits_HGT, "logits", H=None, G=None, T=None)
+    check_shapes("logits HGT", logits_HGT)
     if not 0 < budget < logits_HGT.shape[2]:
         raise ValueError(f"budget must be within 1 and {logits_HGT.shape[2] - 1}, got {budget}")
     H, G, _ = logits_HGT.shape
@@ -142,8 +114,7 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
 def coarse_score(weight_HT: torch.Tensor) -> torch.Tensor:
     """Round probabilities to 256 scores: their exponent and 3 bits of the mantissa, from 2^-32 to 1.
 
-    Two keys with one score differ by an eighth, less than what their codes leave open. One histogram finds
-    the threshold.
+    Two keys with one score differ by an eighth, less than what their codes leave open. A histogram finds the threshold.
     """
     bits_HT = weight_HT.float().view(torch.int32)
     return ((bits_HT >> DROPPED) - LOWEST).clamp_(0, 255).float()
@@ -155,12 +126,6 @@ def diagnosed(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, tor
     unread_HT = score_HT.scatter(1, index_HK.long(), 0.0)
     margin_H = score_HT.gather(1, index_HK.long()).amin(1) / unread_HT.amax(1)
     return {"unread_estimate": unread_HT.sum(1), "score_margin": margin_H}
-
-
-def nothing_unread(B: int, H: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the diagnostics where everything is read."""
-    unread_BH = torch.zeros(B, H, device=device)
-    return {"unread_estimate": unread_BH, "score_margin": torch.full_like(unread_BH, torch.nan)}
 
 
 def words_of(key_HTD: torch.Tensor, mean_HD: torch.Tensor, encode_HWDC: torch.Tensor) -> torch.Tensor:
@@ -192,12 +157,8 @@ def _slots(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check_basis(key_HTD: torch.Tensor, basis: CodeBasis) -> None:
     """Raise `ValueError` unless keys fit the basis."""
-    check_shape(key_HTD, "keys", H=None, T=None, D=None)
-    H, _, D = key_HTD.shape
-    C = SLOTS * words(D)
-    check_shape(basis.mean_HD, "mean", H=H, D=D)
-    check_shape(basis.encode_HDC, "encode", H=H, D=D, C=C)
-    check_shape(basis.query_HDC, "query", H=H, D=D, C=C)
+    C = SLOTS * words(key_HTD.shape[-1])
+    check_shapes("keys HTD, mean HD, encode HDC, query HDC", key_HTD, *basis, C=C)
 
 
 def _mean_value(
@@ -219,14 +180,8 @@ def check_codes(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
 ) -> None:
     """Raise the errors of `code_tokens`."""
-    check_shape(key_PHND, "key", P=None, H=None, N=None, D=None)
-    (_, H, _, D), B = key_PHND.shape, descriptor.batch
-    check_shape(codes.word_BHWT, "words", B=B, H=H, W=None, T=None)
-    W = codes.word_BHWT.shape[2]
-    check_shape(codes.mean_BHD, "mean", B=B, H=H, D=D)
-    check_shape(codes.encode_BHWDC, "encode", B=B, H=H, W=W, D=D, C=SLOTS)
-    check_shape(codes.query_BHWCD, "query_basis", B=B, H=H, W=W, C=SLOTS, D=D)
-    check_shape(block_table_BP, "block_table", B=B, P=None)
+    names = "key PHND, words BHWT, mean BHD, encode BHWDC, query_basis BHWCD, block_table Bp"
+    check_shapes(names, key_PHND, codes.word_BHWT, *codes[:3], block_table_BP, B=descriptor.batch, C=SLOTS)
     numbers = {"words": codes.word_BHWT, "summed": codes.summed_BH, "block_table": block_table_BP}
     check_int32(key_PHND.device, **numbers)
     if descriptor.new is not None:
@@ -253,12 +208,7 @@ def check(
 ) -> None:  # fmt: skip
     """Raise the errors of `code_scan`."""
     check_codes(key, table, descriptor, codes)
-    (_, H, N, D), B = key.shape, descriptor.batch
-    check_shape(query, "query", B=B, H=H, G=None, D=D)
-    check_shape(value, "value", P=key.shape[0], H=H, N=N, E=None)
-    check_shape(codes.sum_BHE, "sum", B=B, H=H, E=value.shape[3])
-    check_shape(codes.summed_BH, "summed", B=B, H=H)
-    check_shape(position, "position", B=B, H=H, S=None)
-    check_shape(length, "length", B=B, H=H)
+    names, sums = "key PHND, query BHGD, value PHNE, sum BHE, summed BH, position BHS, length BH", codes[4:6]
+    check_shapes(names, key, query, value, *sums, position, length, B=descriptor.batch)
     check_pages(query, "query", key=key, value=value)
     check_int32(query.device, position=position, length=length)

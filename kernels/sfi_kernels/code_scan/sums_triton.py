@@ -1,4 +1,6 @@
-"""The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
+"""How keys become words, in the launch that codes a prompt's, and in the first one of a choice.
+
+The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
 
 A KV head's first program codes and sums; the keys that it codes are not in J. The others take chunks of J, and leave
 their logits and each chunk's log-sum-exp for every query head.
@@ -8,10 +10,9 @@ import triton
 import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
-from sfi_kernels.append.triton import append_rows
 from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
 from sfi_kernels.code_scan import codes
-from sfi_kernels.code_scan.encode_triton import coded, fields
+from sfi_kernels.pack.triton import append_rows
 
 BITS, SHIFTS = tl.constexpr(codes.BITS), tl.constexpr(codes.SHIFTS)
 SLOTS = tl.constexpr(codes.SLOTS)
@@ -22,13 +23,52 @@ PLACES = tuple(shift + 1 if low else shift - LIFT for shift, low in zip(codes.SH
 UNITS = tl.constexpr(tuple(2.0 ** (place - MANTISSA) for place in PLACES))
 LOW, PLACES, LIFT = tl.constexpr(LOW), tl.constexpr(PLACES), tl.constexpr(LIFT)
 WORDS, MODE = tl.constexpr(words.WORDS), tl.constexpr(words.MODE)
-START = tl.constexpr(words.ALLOWED_START)
-STOP = tl.constexpr(words.ALLOWED_STOP)
-FAST, LENGTH = tl.constexpr(words.FAST), tl.constexpr(words.LENGTH)
-QUERIES = tl.constexpr(words.QUERIES)
+START, STOP = tl.constexpr(words.ALLOWED_START), tl.constexpr(words.ALLOWED_STOP)
+FAST, LENGTH, QUERIES = (tl.constexpr(word) for word in (words.FAST, words.LENGTH, words.QUERIES))
 TOKENS = tl.constexpr(16)  # that are coded, or whose values are added, at once
 BINS = tl.constexpr(256)
 KEPT = tl.constexpr(codes.KEPT)
+KEYS = 64  # of a program that codes a prompt
+
+
+@triton.jit
+def fields():
+    """Return 2^(bits - 1) and the first bit of a word's slots, [SLOTS]."""
+    s = tl.arange(0, SLOTS)
+    half, shift = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
+    for i in tl.static_range(SLOTS):
+        half = tl.where(s == i, 2.0 ** (BITS[i] - 1), half)
+        shift = tl.where(s == i, SHIFTS[i], shift)
+    return half, shift
+
+
+@triton.jit
+def coded(centered, basis, half, shift):
+    """Return a word of each key, from the projections of its channels."""
+    # full products: TF32 would move a key across a level's edge
+    level = tl.floor(tl.dot(centered, basis, input_precision="ieee")) + half[None, :]
+    level = tl.minimum(tl.maximum(level, 0.0), 2.0 * half[None, :] - 1.0)
+    # the slots share no bit, so that their sum is their union
+    return tl.sum(level.to(tl.int32) << shift[None, :], 1)
+
+
+@triton.jit(do_not_specialize=["T", "head_stride", "token_stride"])
+def _encode_keys_kernel(
+    key_ptr, mean_ptr, basis_ptr, word_ptr, T, head_stride, token_stride,
+    W: tl.constexpr, D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(1).to(tl.int64)
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    s, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
+    own = t < T
+    key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, own, D, BLOCK_D)
+    mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
+    centered = key.to(tl.float32) - mean[None, :]
+    half, shift = fields()
+    basis_ptr += (h * D + d[:, None]) * (SLOTS * W) + s[None, :] * W
+    for w in range(W):
+        basis = tl.load(basis_ptr + w, mask=d[:, None] < D, other=0.0)
+        tl.store(word_ptr + (h * W + w) * T + t, coded(centered, basis, half, shift), mask=own)
 
 
 @triton.jit

@@ -1,23 +1,26 @@
-"""Choosing keys by their codes in Triton: three launches for a whole batch, the same at every step."""
+"""Choosing keys by their codes in Triton: three launches for a whole batch, the same at every step.
+
+The second scores the keys of J and counts the scores, the third takes the best. A score has 8 bits
+(`reference.coarse_score`), so that one histogram finds the threshold. Both read the logits that the first launch left.
+"""
 
 from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
-from sfi_kernels.attention_tile.shape import check_width, padded
-from sfi_kernels.code_scan.choice_triton import COLUMNS
-from sfi_kernels.code_scan.choice_triton import _code_scan_choose_kernel as choose
-from sfi_kernels.code_scan.choice_triton import _code_scan_score_kernel as score
+from sfi_kernels.attention_tile import check_width, padded
+from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
+from sfi_kernels.code_scan import codes as coding
 from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, Choice, CodeBasis, words
-from sfi_kernels.code_scan.encode_triton import KEYS
-from sfi_kernels.code_scan.encode_triton import _encode_keys_kernel as encode
 from sfi_kernels.code_scan.reference import check, check_basis, check_codes
-from sfi_kernels.code_scan.sums_triton import BINS
+from sfi_kernels.code_scan.sums_triton import BINS, FAST, KEYS, candidates, logits_at
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
+from sfi_kernels.code_scan.sums_triton import _encode_keys_kernel as encode
 from sfi_kernels.launch import launch, target
 from sfi_kernels.pages import kernel_strides
-from sfi_kernels.pseudo_token import PseudoToken
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
 LOGITS = 4096  # of a program: keys times query heads
@@ -26,6 +29,117 @@ MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
 RESIDENT = 4  # programs of the first launch that fit a processor
 # so that they do, a thread has 128 registers, of which 16 query heads would spill; left alone, it takes more
 REGISTERS, MORE_REGISTERS, MANY_HEADS = 128, 168, 16
+DROPPED, LOWEST = tl.constexpr(coding.DROPPED), tl.constexpr(coding.LOWEST)
+COLUMNS = tl.constexpr(257)  # counts of scores at or above each one, then 0
+JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
+
+
+@triton.jit
+def _joined_sums(lse_ptr, g, first_chunk, stop_chunk, G: tl.constexpr, BLOCK_G: tl.constexpr):
+    """Join the chunks' log-sum-exps, [BLOCK_G]."""
+    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for begin in range(first_chunk, stop_chunk, JOINED):
+        chunk = begin + tl.arange(0, JOINED)
+        mask = (g < G)[:, None] & (chunk < stop_chunk)[None, :]
+        part = tl.load(lse_ptr + chunk[None, :] * G + g[:, None], mask=mask, other=float("-inf"))
+        peak, total = add_sum(peak, total, part)
+    return log_sum(peak, total)
+
+
+@triton.jit(do_not_specialize=["capacity", "budget"])
+def _code_scan_score_kernel(
+    table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
+    capacity, budget, H: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    mode, first, stop = candidates(table_ptr, pair // H)
+    begin = chunk * CHUNK
+    if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
+        return
+    g, t = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK)
+    own = (t >= first) & (t < stop)
+    lse_ptr += pair * chunks * G
+    lse = _joined_sums(lse_ptr, g, first // CHUNK, tl.cdiv(stop, CHUNK), G, BLOCK_G)
+    tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
+    at, mask = logits_at(pair, g, t, own, capacity, G)
+    logits = tl.load(logit_ptr + at, mask=mask, other=0.0)
+    weight = tl.exp2((logits - lse[:, None]) * LOG2E)
+    mean = tl.sum(tl.where((g < G)[:, None], weight, 0.0), 0) / G
+    score = (mean.to(tl.int32, bitcast=True) >> DROPPED) - LOWEST
+    score = tl.minimum(tl.maximum(score, 0), BINS - 1)
+    tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=own)
+    counts, bins = tl.histogram(score, BINS, mask=own), tl.arange(0, BINS)
+    chunk_ptr += (pair * chunks + chunk) * COLUMNS
+    tl.store(chunk_ptr + bins, tl.cumsum(counts, reverse=True))
+    tl.store(chunk_ptr + BINS, 0)
+    tl.atomic_add(counts_ptr + pair * BINS + bins, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit
+def _write_ends(index_ptr, position_ptr, length_ptr, first, count, budget, S, CHUNK: tl.constexpr):
+    """Write sinks, padding and the number of positions."""
+    taken = tl.minimum(tl.maximum(count, 0), budget)
+    for begin in range(0, S, CHUNK):
+        s = begin + tl.arange(0, CHUNK)
+        tl.store(position_ptr + s, s, mask=(s < first) & (s < S))
+        tl.store(position_ptr + s, -1, mask=(s >= first + taken) & (s < S))
+        tl.store(index_ptr + s, -1, mask=(s >= taken) & (s < budget))
+    tl.store(length_ptr, first + taken)
+
+
+@triton.jit(do_not_specialize=["capacity", "budget", "S"])
+def _code_scan_choose_kernel(
+    table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
+    position_ptr, length_ptr, rest_ptr, capacity, budget, S, rest, H: tl.constexpr, G: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
+    mode, first, stop = candidates(table_ptr, pair // H)
+    g, begin, count = tl.arange(0, BLOCK_G), chunk * CHUNK, stop - first
+    index_ptr += pair * budget
+    position_ptr += pair * S
+    rest_ptr += (pair * G + g) * chunks + chunk
+    if (mode == FAST) & (chunk == 0):
+        _write_ends(index_ptr, position_ptr, length_ptr + pair, first, count, budget, S, CHUNK)
+    if (mode != FAST) | (count <= budget) | (begin >= stop) | (begin + CHUNK <= first):
+        tl.store(rest_ptr, float("-inf"), mask=g < G)
+    if (mode != FAST) | (begin >= stop) | (begin + CHUNK <= first):
+        return
+    t = begin + tl.arange(0, CHUNK)
+    own = (t >= first) & (t < stop)
+    if count <= budget:
+        tl.store(index_ptr + t - first, t, mask=own)
+        tl.store(position_ptr + t, t, mask=own)
+        return
+    bins = tl.arange(0, BINS)
+    counts = tl.load(counts_ptr + pair * BINS + bins)
+    pivot = tl.sum((tl.cumsum(counts, reverse=True) >= budget).to(tl.int32)) - 1
+    room = budget - tl.sum(tl.where(bins > pivot, counts, 0))
+    # scores above the threshold and equal to it in the chunks before this one
+    other = tl.arange(0, BLOCK_CHUNKS)
+    before = (other >= first // CHUNK) & (other < chunk)
+    column_ptr = chunk_ptr + (pair * chunks + other) * COLUMNS + pivot
+    above = tl.sum(tl.load(column_ptr + 1, mask=before, other=0))
+    equal = tl.sum(tl.load(column_ptr, mask=before, other=0)) - above
+    # Eq. 24
+    score = tl.load(score_ptr + pair * capacity + t, mask=own, other=0).to(tl.int32)
+    best, tied = own & (score > pivot), own & (score == pivot)
+    # both counts in one scan, of 16 bits each
+    each = best.to(tl.int32) + tied.to(tl.int32) * 65536
+    ahead = tl.cumsum(each) - each
+    taken = best | (tied & (equal + (ahead >> 16) < room))
+    rank = above + (ahead & 65535) + tl.minimum(equal + (ahead >> 16), room)
+    tl.store(index_ptr + rank, t, mask=taken)
+    tl.store(position_ptr + first + rank, t, mask=taken)
+    lse = tl.load(log_sum_ptr + pair * G + g, mask=g < G, other=0.0)
+    part = tl.load(lse_ptr + (pair * chunks + chunk) * G + g, mask=g < G, other=float("-inf"))
+    at, mask = logits_at(pair, g, t, taken, capacity, G)
+    logits = tl.load(logit_ptr + at, mask=mask, other=float("-inf"))
+    unread = tl.exp2((part - lse) * LOG2E) - tl.sum(tl.exp2((logits - lse[:, None]) * LOG2E), 1)
+    unread *= rest
+    logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
+    tl.store(rest_ptr, logit, mask=g < G)
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
@@ -83,13 +197,13 @@ def code_scan(
         (pseudo.value_BHE, factor, logit_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
     )  # fmt: skip
     launch(
-        score, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG, capacity, budget,
-        H=H, **common,
+        _code_scan_score_kernel, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
+        capacity, budget, H=H, **common,
     )  # fmt: skip
     launch(
-        choose, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG, index_BHK,
-        position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2],
-        float(rest), H=H, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
+        _code_scan_choose_kernel, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
+        index_BHK, position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2], float(rest),
+        H=H, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
     return Choice(index_BHK, pseudo, {})
 

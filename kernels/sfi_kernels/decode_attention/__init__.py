@@ -1,18 +1,16 @@
-"""Attention of a decoding step: fast and slow requests together (Secs. 4.1, 4.2)."""
+"""Attention of a decoding step: fast and slow requests together, or fast ones alone (Secs. 4.1, 4.2).
 
-import torch
+The split plan, made on the device each step, splits the requests' keys over the processors.
+"""
 
 from sfi_kernels.decode_attention import reference
-from sfi_kernels.decode_attention.reference import DecodeAttention
-from sfi_kernels.launch import target
+from sfi_kernels.decode_attention.reference import DecodeAttention, resident_programs, work_items
 from sfi_kernels.op import Op
 
 decode_attention = Op(reference.decode_attention)
+sparse_attention = Op(reference.sparse_attention)
+split_plan = Op(reference.split_plan)
 
-
-def resident_programs(device: torch.device) -> int:
-    """Return how many programs of the attention run at once: two on each processor."""
-    return 2 * target(device).processors
-
-
-__all__ = ["DecodeAttention", "decode_attention", "resident_programs"]
+__all__ = [
+    "DecodeAttention", "decode_attention", "resident_programs", "sparse_attention", "split_plan", "work_items"
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A decoding step's attention in PyTorch."""
+"""A decoding step's attention in PyTorch, and its split plan (after FlashAttention-3's and FlashInfer's schedulers)."""
 
 from typing import Any, NamedTuple
 
@@ -6,24 +6,87 @@ import torch
 
 from sfi_kernels import step_descriptor as step
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
-from sfi_kernels.pseudo_token import PseudoToken
-from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
-from sfi_kernels.sparse_attention.reference import sparse_attention
+from sfi_kernels.launch import target
+from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
+from sfi_kernels.pages import flat_rows, read_pages, row_numbers
+from sfi_kernels.partial_attention import PseudoToken, combine, partial_attention
 from sfi_kernels.step_descriptor import StepDescriptor
+
+MIN_UNITS, MAX_SPLITS = 2, 64
+# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values,
+# of 128 numbers each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132
+# processors. A wave takes about 4 us more, for its last stores and for the work item, the request's
+# words, the page numbers and the first tile, which wait for each other. Joining costs nothing that
+# decides: a program loads all parts of a query head at once, half a KB a split, 1/64 of a unit.
+OVERHEAD = 2
+CANDIDATES = 8  # sizes of work items that are tried
 
 
 class DecodeAttention(NamedTuple):
-    """The result of a step's attention.
+    """The result of a step's attention, in the query's dtype; zeros for padding and for an idle request.
 
-    `out_BHGWE` has the query's dtype; zeros for padding and for an idle request. `logits_BHGWT` are those of the slow
-    requests in order, one query each (W = 1), T the longest's length, float32: -inf where that query may not look and
-    for the sparse heads of a mixed request, undefined beyond a request's own length. `log_sum_BHGW` is their
-    log-sum-exp over the candidate set J; -inf where J is empty, and for sparse heads. Both are None without evidence.
+    `logits_BHGWT` are those of the slow requests in order, one query each (W = 1), T the longest's length, float32:
+    -inf where that query may not look and for the sparse heads of a mixed request, undefined beyond a request's own
+    length; `log_sum_BHGW` is their log-sum-exp over J, -inf of nothing. Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor
     logits_BHGWT: torch.Tensor | None = None
     log_sum_BHGW: torch.Tensor | None = None
+
+
+def work_items(batch: int, heads: int, programs: int) -> int:
+    """Return the most work items a plan can have, however long the requests are."""
+    return batch + -(-programs // heads)
+
+
+def split_plan(descriptor: StepDescriptor, heads: int, programs: int) -> None:
+    """Split every request's units into work items of about one size: the work list and the words FIRST and SPLITS.
+
+    Slow requests come first, so that long work does not start last. Among a few sizes from the least that fills the
+    processors, the one with the lowest cost in waves of work wins. Each of the KV `heads` runs every work item;
+    `programs` run at once on the device. Raise `ValueError` for a descriptor with less room than `work_items` asks for.
+    """
+    check_room(descriptor, heads, programs)
+    table, work = descriptor.table_BX, descriptor.work_XI
+    words = table.long()
+    packed = (words[:, step.PACKED] + step.UNIT - 1) // step.UNIT
+    pages = (words[:, step.LENGTH] + step.UNIT - 1) // step.UNIT - words[:, step.START] // step.UNIT
+    units = torch.where(words[:, step.MODE] < step.FAST, 0, packed + pages)
+    total, most = int(units.sum()), int(units.max())
+    least = max(MIN_UNITS, -(-11 * heads * total // (10 * programs)), -(-most // MAX_SPLITS))
+    costs = []
+    for extra in range(CANDIDATES):
+        size = least + least * extra // CANDIDATES
+        splits = (units + size - 1) // size
+        waves = -(-int(splits.sum()) * heads // programs)
+        costs.append((waves * (size + OVERHEAD), size))
+    size = min(costs)[1]
+    splits = (units + size - 1) // size
+    slow = words[:, step.MODE] == step.SLOW
+    first = torch.where(
+        slow, (splits * slow).cumsum(0) - splits, (splits * slow).sum() + (splits * ~slow).cumsum(0) - splits
+    )
+    table[:, step.FIRST], table[:, step.SPLITS] = first.int(), splits.int()
+    work[:] = torch.tensor([-1, 0, 0, 0], dtype=torch.int32, device=work.device)
+    for row in range(descriptor.batch):
+        share = -(-int(units[row]) // max(1, int(splits[row])))
+        for split in range(int(splits[row])):
+            begin = split * share
+            item = [row, begin, min(share, int(units[row]) - begin), 0]
+            work[int(first[row]) + split] = torch.tensor(item, dtype=torch.int32)
+
+
+def check_room(descriptor: StepDescriptor, heads: int, programs: int) -> None:
+    """Raise `ValueError` if a plan could overflow the descriptor."""
+    have, need = descriptor.work_XI.shape[0], work_items(descriptor.batch, heads, programs)
+    if have < need:
+        raise ValueError(f"descriptor must have room for {need} work items, got {have}")
+
+
+def resident_programs(device: torch.device) -> int:
+    """Return how many programs of the attention run at once: two on each processor."""
+    return 2 * target(device).processors
 
 
 def decode_attention(
@@ -47,35 +110,17 @@ def decode_attention(
 ) -> DecodeAttention:
     """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
 
-    A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its
-    own. Any other decoding request has one.
+    A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its own. Any
+    other decoding request has one. A request's own are the last of W; the others are padding and may hold anything.
+    Row s of a packed segment counts where s < `packed_length_BH`.
 
-    Args:
-        query_BHGWD: Queries, grouped by KV head. A request's own are the last of W, as many as the descriptor says; the
-            others are padding and may hold anything.
-        packed_key_BHSD: Keys of the packed segments; row s counts where s < packed_length.
-        packed_value_BHSE: Their values; E may differ from D.
-        packed_length_BH: Tokens of the packed segment by KV head, int32.
-        key_PHND: Pages of keys.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        descriptor: Modes, lengths, numbers of queries and the split plan.
-        scale: Factor on the products.
-        soft_cap: Soft cap of the logits; None for none.
-        sink_HG: Learned sink logits; None for none.
-        evidence: Whether to return the logits (Eq. 4) of the last query of each slow request, and their log-sum-exp
-            over J. Paper gap: a step of the paper has one query.
-        into: A flat float32 buffer for the logits; None makes one.
-        dense_BH: For mixed requests, 1 for a KV head that reads its whole history, 0 for one that reads its packed
-            segment and the recent pages, int32. None for a step without mixed requests.
-        pseudo: A term of the fast requests' softmax that stands for the unread keys, -inf for every other request; None
-            for a step without pseudo tokens. Not together with mixed requests.
-        position_BHS: Positions of the packed rows, int32, to read these rows in their pages; the packed keys and values
-            are not read then and may have no row. None reads the packed ones. Not together with mixed requests.
+    With `evidence` the result has the logits (Eq. 4) of the last query of each slow request, `into` a flat float32
+    buffer or a new one, and their log-sum-exp over J. Paper gap: a step of the paper has one query.
 
-    Raises:
-        ValueError: A tensor's shape, dtype, layout or device does not fit, or `dense_BH` does not fit the descriptor's
-            mixed requests, or comes with `pseudo`.
+    In a step with mixed requests `dense_BH`, int32, is 1 for their KV heads that read the whole history, 0 for those
+    that read the packed segment and the recent pages. In another step `pseudo` is a term of the fast requests' softmax
+    that stands for the unread keys, -inf for every other request, and `position_BHS` are positions of the packed rows,
+    to read these in their pages: the packed keys and values may have no row then.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
@@ -151,6 +196,67 @@ def _mixed_heads(
     return torch.cat(outs, 1)
 
 
+def sparse_attention(
+    query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
+    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor, *, scale: float,
+    soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
+    position_BHS: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attend to sink and selected tokens, packed or by position, and to the recent tokens, in the pages.
+
+    Arguments as in `decode_attention`, but `recent_start_B`, the first position of the recent segment, where no packed
+    token lies, and `length_B`, cached tokens, the query's own included; both int32. The output is [B, H, G, E].
+    """
+    if position_BHS is not None:
+        packed_key_BHSD, packed_value_BHSE = (
+            _rows(pages, position_BHS, block_table_BP) for pages in (key_PHND, value_PHNE)
+        )
+    packed = packed_length_BH.tolist()
+    options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
+    if len({length for row in packed for length in row}) > 1 < len(packed):
+        rows = [
+            sparse_attention(
+                query_BHGD[row], packed_key_BHSD[row], packed_value_BHSE[row], packed_length_BH[row], key_PHND,
+                value_PHNE, block_table_BP[row], recent_start_B[row], length_B[row], **options, sink_HG=sink_HG,
+                pseudo=None if pseudo is None else pseudo.of(row),
+            )
+            for row in (slice(b, b + 1) for b in range(len(packed)))
+        ]  # fmt: skip
+        return torch.cat(rows)
+    query_BHG1D = query_BHGD[:, :, :, None]
+    parts = []
+    if most := max(packed[0]):
+        key, value = packed_key_BHSD[:, :, :most], packed_value_BHSE[:, :, :most]
+        counts = None
+        if min(packed[0]) < most:
+            counts = torch.arange(most, device=key.device) < packed_length_BH[:, :, None]
+            # a row that does not count may hold anything, and 0 times NaN is NaN
+            value = value.masked_fill(~counts[..., None], 0.0)
+            counts = counts[:, :, None, None]
+        parts.append(partial_attention(query_BHG1D, key, value, **options, visible_BHGWT=counts))
+    recent = [
+        partial_attention(
+            query_BHG1D[row : row + 1],
+            read_pages(key_PHND, block_table_BP[row], start, length),
+            read_pages(value_PHNE, block_table_BP[row], start, length),
+            **options,
+        )
+        for row, (start, length) in enumerate(zip(recent_start_B.tolist(), length_B.tolist(), strict=True))
+    ]
+    outs, log_sums = zip(*recent, strict=True)
+    parts.append((torch.cat(outs), torch.cat(log_sums)))
+    if pseudo is not None:
+        parts.append(pseudo.part())
+    return combine(parts, sink_HG)[:, :, :, 0].to(query_BHGD.dtype)
+
+
+def _rows(pages_PHND: torch.Tensor, position_BHS: torch.Tensor, block_table_BP: torch.Tensor) -> torch.Tensor:
+    rows_XD, steps = flat_rows(pages_PHND)
+    row_BX = row_numbers(position_BHS, block_table_BP, pages_PHND.shape[2], steps)
+    return rows_XD[row_BX].view(*position_BHS.shape, -1)
+
+
 def check(
     query: torch.Tensor, packed_key: torch.Tensor, packed_value: torch.Tensor,
     packed_length: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
@@ -158,38 +264,30 @@ def check(
     pseudo: PseudoToken | None = None, position: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise the errors of `decode_attention`."""
-    check_shape(query, "query", B=descriptor.batch, H=None, G=None, W=None, D=None)
-    B, H, G, W, D = query.shape
+    names = "query BHGWD, key PHND, value PHNE, packed_key BHSD, packed_value BHSE, packed_length BH, block_table Bp"
+    packed = packed_key, packed_value, packed_length
+    check_shapes(names, query, key, value, *packed, block_table, B=descriptor.batch)
+    B, H, G, W, _ = query.shape
     if descriptor.queries > W:
         raise ValueError(f"query must have W >= {descriptor.queries}, got {list(query.shape)}")
-    check_shape(key, "key", P=None, H=H, N=None, D=D)
-    check_shape(value, "value", P=key.shape[0], H=H, N=key.shape[2], E=None)
-    check_shape(packed_key, "packed_key", B=B, H=H, S=None, D=D)
-    check_shape(packed_value, "packed_value", B=B, H=H, S=packed_key.shape[2], E=value.shape[3])
-    check_shape(packed_length, "packed_length", B=B, H=H)
-    check_shape(block_table, "block_table", B=B, P=None)
     if sink is not None:
-        check_shape(sink, "sink", H=H, G=G)
+        check_shapes("sink HG", sink, H=H, G=G)
     if pseudo is not None:
         pseudo.check(query[:, :, :, 0], value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
     check_pages(query, "query", key=key, value=value)
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
-    _check_dense(dense, descriptor, query)
-    if position is not None:
-        check_shape(position, "position", B=B, H=H, S=None)
-        check_int32(query.device, position=position)
-    for name, other in (("pseudo", pseudo), ("position", position)):
-        if other is not None and dense is not None:
-            raise ValueError(f"{name} must be None in a step with mixed requests, got both")
-
-
-def _check_dense(dense: torch.Tensor | None, descriptor: StepDescriptor, query: torch.Tensor) -> None:
     if dense is not None:
-        check_shape(dense, "dense", B=query.shape[0], H=query.shape[1])
+        check_shapes("dense BH", dense, B=B, H=H)
         check_int32(query.device, dense=dense)
     if descriptor.mixed is not None and bool(descriptor.mixed) != (dense is not None):
         rule = "must be given for" if dense is None else "must be None without"
         got = f"rows {descriptor.mixed}" if dense is None else f"a tensor of {list(dense.shape)}"
         raise ValueError(f"dense {rule} mixed requests, got {got}")
+    if position is not None:
+        check_shapes("position BHS", position, B=B, H=H)
+        check_int32(query.device, position=position)
+    for name, other in (("pseudo", pseudo), ("position", position)):
+        if other is not None and dense is not None:
+            raise ValueError(f"{name} must be None in a step with mixed requests, got both")

@@ -1,19 +1,18 @@
 """The split kernel. A program reads the K and V rows of its units once, 64 * (D + E) numbers a unit.
 
-A mixed request has the work items of a dense read. Its sparse heads spread units of their own over the same
-items: first the packed units, then those from the recent segment on. These are fewer as a rule; an item
-behind the head's last unit writes a part of weight zero. They can be one more, where the packed rows cover
-everything before a recent segment that begins inside a unit: the last item reads all that is left.
+A mixed request has the work items of a dense read. Its sparse heads spread units of their own over the same items:
+first the packed units, then those from the recent segment on. These are fewer as a rule; an item behind the head's last
+unit writes a part of weight zero. They can be one more, where the packed rows cover everything before a recent segment
+that begins inside a unit: the last item reads all that is left.
 
-Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
-
-Which queries the rows of a tile are depends on the kind of the launch (`query_tile`). Every function has one `return`:
-Triton compiles what follows a `return` in a branch too, and wants one type.
+Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer. Every function has
+one `return`: Triton compiles what follows a `return` in a branch too, and wants one type.
 """
 
 import triton
 import triton.language as tl
 
+from sfi_kernels import attention_tile as kinds
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import (
     add_sum,
@@ -25,16 +24,13 @@ from sfi_kernels.attention_tile.triton import (
     rows,
     scaled_logits,
 )
-from sfi_kernels.decode_attention import query_tile as kinds
 
 EACH, LAST, SEVERAL = (tl.constexpr(kind) for kind in (kinds.EACH, kinds.LAST, kinds.SEVERAL))
 QUERIES = tl.constexpr(words.QUERIES)
 WORDS, UNIT = tl.constexpr(words.WORDS), tl.constexpr(words.UNIT)
-LENGTH, START, PACKED = (tl.constexpr(w) for w in (words.LENGTH, words.START, words.PACKED))
-ALLOWED_START = tl.constexpr(words.ALLOWED_START)
-ALLOWED_STOP = tl.constexpr(words.ALLOWED_STOP)
-EVIDENCE, SPLITS = tl.constexpr(words.EVIDENCE), tl.constexpr(words.SPLITS)
-MIXED = tl.constexpr(words.MIXED)
+LENGTH, START, PACKED = (tl.constexpr(word) for word in (words.LENGTH, words.START, words.PACKED))
+ALLOWED_START, ALLOWED_STOP = tl.constexpr(words.ALLOWED_START), tl.constexpr(words.ALLOWED_STOP)
+EVIDENCE, SPLITS, MIXED = (tl.constexpr(word) for word in (words.EVIDENCE, words.SPLITS, words.MIXED))
 
 
 @triton.jit
@@ -67,10 +63,7 @@ def is_idle(queries, row_tile, W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: 
 
 @triton.jit
 def query_rows(row_tile, W, queries, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Return the rows' query heads, places in [G, W], whether they are queries, and places in W.
-
-    The G query heads of a query are adjacent, so that a tile holds neighboring queries.
-    """
+    """Return the rows' query heads, which are adjacent, places in [G, W], whether they are queries, places in W."""
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     g, w, place, own = row, row, row, row < G
     if KIND == SEVERAL:
@@ -105,7 +98,6 @@ def evidence_rows(
 
 @triton.jit
 def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: tl.constexpr):
-    """Load the page numbers of tiles; 0 for packed tiles."""
     page_slot = (place + shift) // PAGE
     in_pages = (place >= packed_stop) & (place < stop) & (page_slot < pages_per_request)
     return tl.load(table + page_slot, mask=in_pages, other=0)
@@ -130,7 +122,6 @@ def _sparse_stop(stop, length, start, packed):
 
 @triton.jit
 def _store_logits(pointer, logits, g, own, token, stride, kept):
-    """Store a tile's logits."""
     # Eq. 4
     where = pointer + g[:, None].to(tl.int64) * stride + token[None, :]
     tl.store(where, logits, mask=own[:, None] & kept[None, :])

@@ -4,4 +4,5 @@ from sfi_kernels.dense_attention import reference
 from sfi_kernels.op import Op
 
 dense_attention = Op(reference.dense_attention)
+dense_attention_with_logits = Op(reference.dense_attention_with_logits)
 window_logits = Op(reference.window_logits)

@@ -8,13 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.attention_tile.shape import tile_shape
+from sfi_kernels.attention_tile import QueryTile, prompt_tile, tile_shape
 from sfi_kernels.attention_tile.triton import LOG2E, add_sink, add_tile, finish, row_start, rows, scaled_logits
-from sfi_kernels.decode_attention.query_tile import QueryTile, prompt_tile, window_tile
 from sfi_kernels.dense_attention.reference import check
 from sfi_kernels.launch import launch, target
+from sfi_kernels.op import check_int32
 from sfi_kernels.pages import kernel_strides
-from sfi_kernels.shapes import check_int32
 
 CHUNK = 512  # keys of a program that writes logits
 
@@ -156,7 +155,7 @@ def window_logits(
     page_size, T = key_PHND.shape[2], int(length_B.max()) if longest is None else longest
     tile = tile_shape(key_PHND, key_PHND, page_size, target(query_BHGWD.device))
     logits_BHGWT = query_BHGWD.new_empty(B, H, G, W, T, dtype=torch.float32)
-    shape = window_tile(query_BHGWD, tile, target(query_BHGWD.device))
+    shape = prompt_tile(query_BHGWD, tile, target(query_BHGWD.device), window=True)
     launch(
         _window_logits_kernel, (triton.cdiv(T, CHUNK), triton.cdiv(G * W, shape.rows), B * H),
         query_BHGWD.contiguous(), key_PHND, block_table_BP, length_B, logits_BHGWT,

@@ -1,8 +1,11 @@
-"""What else a layer computes for a token, in PyTorch, with every rounding of transformers' Llama modules."""
+"""What else a layer computes for a token, in PyTorch, with every rounding of transformers' Llama modules.
+
+`ValueError` is raised where shapes, dtypes, devices or strides do not fit.
+"""
 
 import torch
 
-from sfi_kernels.shapes import check_pages, check_same, check_shape, row_distance
+from sfi_kernels.op import check_pages, check_same, check_shapes, row_distance
 
 MAX_ROW, MAX_HEAD = 16384, 256  # widths of the norm's rows and of the rotation's heads that the kernels take
 
@@ -11,8 +14,7 @@ def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> tor
     """Divide rows by their root mean square and multiply by a weight (Zhang and Sennrich, 2019).
 
     Rows, [..., F], are contiguous; `eps` is added to the mean square. The quotient is float32 (float64 of float64
-    rows), rounded to the rows' dtype, which is the weight's too, before the product. Raise `ValueError` where shapes,
-    dtypes, devices or strides do not fit.
+    rows), rounded to the rows' dtype, which is the weight's too, before the product.
     """
     check_norm(hidden_XF, weight_F)
     wide_XF = hidden_XF.to(torch.promote_types(hidden_XF.dtype, torch.float32))
@@ -31,7 +33,7 @@ def add_rms_norm(
 
 def check_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
     """Raise the errors of `rms_norm`."""
-    check_shape(weight_F, "weight", F=hidden_XF.shape[-1])
+    check_shapes("weight F", weight_F, F=hidden_XF.shape[-1])
     check_same(hidden_XF, "hidden", weight=weight_F, hidden=hidden_XF)
 
 
@@ -59,37 +61,17 @@ def rotary(
     A head's first half is paired with its second, as in transformers; the paper pairs neighbors. Both
     products and their sum are rounded to the dtype.
 
-    Args:
-        query_BTXD: Queries as projected, the tokens at one distance. X are all query heads; D is even.
-        key_BTHD: Keys, likewise.
-        cos_BTD: Cosines of the positions' angles, of the same dtype; B may be 1. The last stride is 1.
-        sin_BTD: Sines, with the cosines' strides.
-        query_weight_D: Weight of the queries' norm; None for no norm.
-        key_weight_D: Weight of the keys' norm; both or neither.
-        eps: Of the norms.
-
-    Returns:
-        Queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
-
-    Raises:
-        ValueError: The shapes, dtypes, devices or strides do not fit, or only one weight is given.
+    Queries and keys are as projected, the tokens at one distance; X are all query heads, D is even. Cosines and sines
+    of the positions' angles have the same dtype and equal strides, the last 1; B may be 1. Both weights come, or none.
+    Return queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
     """
     check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
-    pairs = ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D))
-    query_BXTD, key_BHTD = (
-        _rotated(
-            (rows if weight_D is None else rms_norm(rows, weight_D, eps)).transpose(1, 2),
-            cos_BTD[:, None],
-            sin_BTD[:, None],
-        )
-        for rows, weight_D in pairs
-    )
-    return query_BXTD, key_BHTD
-
-
-def _rotated(head_BHTD: torch.Tensor, cos_B1TD: torch.Tensor, sin_B1TD: torch.Tensor) -> torch.Tensor:
-    first, second = head_BHTD.chunk(2, dim=-1)
-    return head_BHTD * cos_B1TD + torch.cat((-second, first), dim=-1) * sin_B1TD
+    turned = []
+    for rows, weight_D in ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D)):
+        head_BHTD = (rows if weight_D is None else rms_norm(rows, weight_D, eps)).transpose(1, 2)
+        first, second = head_BHTD.chunk(2, dim=-1)
+        turned.append(head_BHTD * cos_BTD[:, None] + torch.cat((-second, first), dim=-1) * sin_BTD[:, None])
+    return turned[0], turned[1]
 
 
 def check_rotation(
@@ -97,14 +79,13 @@ def check_rotation(
     query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Raise the errors of `rotary`; return the distances of the queries' and keys' tokens."""
-    check_shape(query_BTXD, "query", B=None, T=None, X=None, D=None)
-    B, T, _, D = query_BTXD.shape
-    check_shape(key_BTHD, "key", B=B, T=T, H=None, D=D)
+    check_shapes("query BTXD, key BTHD", query_BTXD, key_BTHD)
+    B, T, X, D = query_BTXD.shape
     check_pages(query_BTXD, "query", key=key_BTHD)
     if D % 2:
         raise ValueError(f"query must have an even last size, got {D}")
     for name, angle_BTD in (("cos", cos_BTD), ("sin", sin_BTD)):
-        check_shape(angle_BTD, name, B=B if cos_BTD.shape[0] > 1 else 1, T=T, D=D)
+        check_shapes(f"{name} BTD", angle_BTD, B=B if cos_BTD.shape[0] > 1 else 1, T=T, D=D)
         if angle_BTD.dtype != query_BTXD.dtype or angle_BTD.device != query_BTXD.device:
             raise ValueError(
                 f"{name} must have the dtype and device of query, got {angle_BTD.dtype} on {angle_BTD.device}"
@@ -114,19 +95,16 @@ def check_rotation(
     if (query_weight_D is None) != (key_weight_D is None):
         raise ValueError("query_weight and key_weight must be given together, got one")
     if query_weight_D is not None and key_weight_D is not None:
-        check_shape(query_weight_D, "query_weight", D=D)
-        check_shape(key_weight_D, "key_weight", D=D)
+        check_shapes("query_weight D, key_weight D", query_weight_D, key_weight_D, D=D)
         check_same(query_BTXD, "query", query_weight=query_weight_D, key_weight=key_weight_D)
-    rows = {"query": query_BTXD, "key": key_BTHD}
-    query_distance, key_distance = (row_distance(own, name, own.shape[2] * D) for name, own in rows.items())
-    return query_distance, key_distance
+    return row_distance(query_BTXD, "query", X * D), row_distance(key_BTHD, "key", key_BTHD.shape[2] * D)
 
 
 def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:
     """Multiply SiLU(gate) = gate / (1 + exp(-gate)) by up (Shazeer, 2020, Eq. 6).
 
-    Both are of one shape and dtype, their rows, [..., F], at one distance, or `ValueError` is raised. SiLU is float32,
-    rounded to that dtype before the product.
+    Both are of one shape and dtype, their rows, [..., F], at one distance. SiLU is float32, rounded to that dtype
+    before the product.
     """
     check_gate(gate_XF, up_XF)
     return torch.nn.functional.silu(gate_XF) * up_XF

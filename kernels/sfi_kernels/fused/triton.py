@@ -7,10 +7,8 @@ import triton.language as tl
 from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, check_gate, check_norm, check_residual, check_rotation
 from sfi_kernels.launch import KernelLimitError, launch
 
-WARP_NUMBERS = 512  # of a norm's row, to a warp: 16 numbers to a thread
-MOST_WARPS = 16
-TILE_NUMBERS = 512  # of a program that rotates: four heads of 128
-TILE_WARPS = 2
+WARP_NUMBERS, MOST_WARPS = 512, 16  # of a norm's row, to a warp: 16 numbers to a thread
+TILE_NUMBERS, TILE_WARPS = 512, 2  # of a program that rotates: four heads of 128
 GATE_NUMBERS, GATE_WARPS = 1024, 4
 # below, exp(-gate) overflows float32; here SiLU is 1e-36 or less, and 0 in PyTorch
 LEAST = tl.constexpr(-88.0)

@@ -59,15 +59,6 @@ def _code(key, mean, encode_WDC, centered, word):
 
 
 @entry
-def encode(key_HTD, mean_HD, encode_HWDC, word_HWT):
-    """Code keys, float32, as words."""
-    centered = np.empty(key_HTD.shape[2], F)
-    for h in range(key_HTD.shape[0]):
-        for t in range(key_HTD.shape[1]):
-            _code(key_HTD[h, t], mean_HD[h], encode_HWDC[h], centered, word_HWT[h, :, t])
-
-
-@entry
 def pack_levels(step_HTC, word_HWT):
     """Make words of keys' channels, float32, in steps."""
     for h in range(step_HTC.shape[0]):

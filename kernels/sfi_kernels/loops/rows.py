@@ -8,8 +8,7 @@ from typing import Any
 from numba import types
 from numba.extending import intrinsic
 
-from sfi_kernels.loops.llvm import F32, I16, I64, MATH, Code, vector
-from sfi_kernels.loops.vectors import FLOAT32, LINE
+from sfi_kernels.loops.vectors import F32, FLOAT32, I16, I64, LINE, MATH, Code, vector
 
 TILE = 64  # rows of a tile: their logits and weights stay in the cache
 AHEAD = 8  # rows that are fetched before their turn

@@ -14,17 +14,14 @@ fewer. What all need, a norm or the sum of two rows, each thread computes for it
 import numpy as np
 from numba import carray
 
+from sfi_kernels import tables
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops import calls
-from sfi_kernels.loops.calls import call
+from sfi_kernels.loops import views
 from sfi_kernels.loops.products import at_int16, at_int64, round_row
-from sfi_kernels.loops.step_attention import attend, join_parts, make_scratch
-from sfi_kernels.loops.step_heads import store
-from sfi_kernels.loops.step_views import copy, floats, rms_norm, vector
-from sfi_kernels.loops.threads import meet, take
+from sfi_kernels.loops.step_heads import attend, join_parts, make_scratch, store
 from sfi_kernels.loops.vectors import F, add_row, exp, inner
-from sfi_kernels.matrix import BLOCK, KIND, OUT, SIZE
-from sfi_kernels.step_tables import DOWN, GATE, OUTPUT, QUERY, STAGES, TICKETS, UP, VALUE, Layer, Real, Stage, Step
+from sfi_kernels.loops.views import copy, floats, meet, rms_norm, take, vector
+from sfi_kernels.tables import BLOCK, KIND, OUT, SIZE, STAGES, TICKETS, Layer, Real, Stage, Step
 
 PIECES = 8  # of a product, for each thread
 
@@ -56,11 +53,11 @@ def _multiply(step, matrix, begin, end, rows, out_RO, offset, arguments):
     # write outputs of a matrix from `offset` of the results on
     x_XI, q_XI, scale_XB, total_XB = rows
     a = arguments
-    a[calls.MATRIX], a[calls.BEGIN], a[calls.END], a[calls.ROWS] = matrix.ctypes.data, begin, end, len(x_XI)
-    a[calls.FLOATS], a[calls.ROUNDED] = x_XI.ctypes.data, q_XI.ctypes.data
-    a[calls.SCALES], a[calls.TOTALS] = scale_XB.ctypes.data, total_XB.ctypes.data
-    a[calls.RESULT], a[calls.RESULT_WIDTH] = out_RO.ctypes.data + 4 * offset, out_RO.shape[1]
-    call(step[Step.PRODUCT], a.ctypes.data)
+    a[views.MATRIX], a[views.BEGIN], a[views.END], a[views.ROWS] = matrix.ctypes.data, begin, end, len(x_XI)
+    a[views.FLOATS], a[views.ROUNDED] = x_XI.ctypes.data, q_XI.ctypes.data
+    a[views.SCALES], a[views.TOTALS] = scale_XB.ctypes.data, total_XB.ctypes.data
+    a[views.RESULT], a[views.RESULT_WIDTH] = out_RO.ctypes.data + 4 * offset, out_RO.shape[1]
+    views.call(step[Step.PRODUCT], a.ctypes.data)
 
 
 @inner
@@ -114,7 +111,7 @@ def _store_heads(step, layer, real, work):
         if step[Step.CHOOSES] and layer[Layer.LEFT_DENSE] == 0:
             arguments[0], arguments[1] = step.ctypes.data, layer.ctypes.data
             arguments[2], arguments[3] = real.ctypes.data, h
-            call(step[Step.CHOOSE], arguments.ctypes.data)
+            views.call(step[Step.CHOOSE], arguments.ctypes.data)
         turn += 1
         h = take(sync, ticket, threads, turn)
 
@@ -127,8 +124,8 @@ def _gate(step, layer, work, rows):
     gate_XM, up_XM = floats(step[Step.GATE_XM], X, M), floats(step[Step.UP_XM], X, M)
     round_XM = carray(at_int16(step[Step.ROUND_XM]), (X, M))
     scale, total = floats(step[Step.SCALE_XB], X, M // BLOCK), floats(step[Step.TOTAL_XB], X, M // BLOCK)
-    gate, up = _matrices(layer, GATE, GATE), _matrices(layer, UP, UP)
-    rounds = layer[Layer.MATRICES + DOWN * SIZE + KIND] >= BLOCK
+    gate, up = _matrices(layer, tables.GATE, tables.GATE), _matrices(layer, tables.UP, tables.UP)
+    rounds = layer[Layer.MATRICES + tables.DOWN * SIZE + KIND] >= BLOCK
     piece, turn = _piece(M, threads), np.int64(0)
     while True:
         begin = piece * take(sync, ticket, threads, turn)
@@ -179,7 +176,7 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
             norm = layer[Layer.NORM] if number < L * STAGES else step[Step.LAST_NORM]
             _norm_rows(x_XI, norm, real[Real.EPS], rows)
             if number < L * STAGES:
-                _project(step, _matrices(layer, QUERY, VALUE), outputs + 2 * H * D, work, rows, made_XO)
+                _project(step, _matrices(layer, tables.QUERY, tables.VALUE), outputs + 2 * H * D, work, rows, made_XO)
             else:
                 head = step[Step.HEAD : Step.HEAD + SIZE]
                 logits_XV = floats(step[Step.LOGITS_XV], X, head[OUT])
@@ -191,13 +188,13 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
         elif stage == Stage.OUTPUT:
             join_parts(step, layer, threads, out_XO)
             _round(out_XO, out_rows[1], out_rows[2], out_rows[3])
-            _project(step, _matrices(layer, OUTPUT, OUTPUT), width, work, out_rows, back_XI)
+            _project(step, _matrices(layer, tables.OUTPUT, tables.OUTPUT), width, work, out_rows, back_XI)
         elif stage == Stage.GATE:
             _add_back(x_XI, back_XI, layer[Layer.AFTER], real[Real.EPS], row)
             _norm_rows(x_XI, layer[Layer.MLP_NORM], real[Real.EPS], rows)
             _gate(step, layer, work, rows)
         else:
-            _project(step, _matrices(layer, DOWN, DOWN), width, work, down_rows, back_XI)
+            _project(step, _matrices(layer, tables.DOWN, tables.DOWN), width, work, down_rows, back_XI)
         met = meet(sync, threads, met)
     if share == 0:
         copy(x_XI.reshape(X * width), shared_XI.reshape(X * width))

@@ -13,9 +13,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sfi_kernels.loops.llvm import F32, I8, I16, I32, I64, Code, vector
-from sfi_kernels.loops.vectors import FLOAT16, inner
-from sfi_kernels.matrix import BLOCK, FINE_MINIMA, FIVE, FIVE_K, FOUR, FOUR_K, IN, KIND, LAYOUTS, MIDDLES, TILE
+from sfi_kernels.loops.vectors import F32, FLOAT16, I8, I16, I32, I64, Code, inner, vector
+from sfi_kernels.tables import BLOCK, FINE_MINIMA, FIVE, FIVE_K, FOUR, FOUR_K, IN, KIND, LAYOUTS, MIDDLES, TILE
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
 LINE = vector(I16, 2 * TILE)

@@ -1,4 +1,4 @@
-"""Packing (Reorg, Sec. 4) and recall (FreeKV, Sec. 4.2; SyncKV, Eq. 7) in PyTorch."""
+"""Appending to the cache, packing (Reorg, Sec. 4) and recall (FreeKV, Sec. 4.2; SyncKV, Eq. 7) in PyTorch."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -6,11 +6,57 @@ from functools import cache, partial
 import torch
 from torch.nn.functional import pad
 
+from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
 from sfi_kernels.pages import flat_rows, row_numbers
-from sfi_kernels.shapes import check_int32, check_pages, check_same, check_shape
 
 # of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
 Segment = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def append(
+    key_BHTD: torch.Tensor,
+    value_BHTE: torch.Tensor,
+    start_B: torch.Tensor,
+    count_B: torch.Tensor,
+    key_PHND: torch.Tensor,
+    value_PHNE: torch.Tensor,
+    norm_PHN: torch.Tensor,
+    block_table_BP: torch.Tensor,
+) -> None:
+    """Write each request's new tokens in place: keys, values and the keys' float32 norms.
+
+    A request's new keys and values are the last `count` of T, in the pages' dtype, with a last stride of 1; 0 leaves it
+    unchanged. `start_B` is the position of its first one. The block table has room for all.
+    """
+    check_append(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
+    T, N = key_BHTD.shape[2], key_PHND.shape[2]
+    norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
+    tables = block_table_BP.tolist()
+    for row, (start, count) in enumerate(zip(start_B.tolist(), count_B.tolist(), strict=True)):
+        token = first = T - count
+        while token < T:  # page by page
+            slot, offset = divmod(start + token - first, N)
+            size = min(T - token, N - offset)
+            page, to, part = tables[row][slot], slice(offset, offset + size), slice(token, token + size)
+            key_PHND[page, :, to] = key_BHTD[row, :, part]
+            value_PHNE[page, :, to] = value_BHTE[row, :, part]
+            norm_PHN[page, :, to] = norm_BHT[row, :, part]
+            token += size
+
+
+def check_append(*operands: torch.Tensor) -> None:
+    """Raise the errors of `append`, given its arguments."""
+    key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP = operands
+    names = "key BHTD, value BHTE, start B, count B, key_pages PHND, value_pages PHNE, norm PHN, block_table Bp"
+    check_shapes(names, *operands)
+    check_pages(key_BHTD, "key", key_pages=key_PHND)
+    check_pages(value_BHTE, "value", value_pages=value_PHNE)
+    check_int32(key_BHTD.device, start=start_B, count=count_B, block_table=block_table_BP)
+    if norm_PHN.dtype != torch.float32 or not norm_PHN.is_contiguous():
+        raise ValueError(f"norm must be contiguous float32, got {norm_PHN.dtype} with strides {norm_PHN.stride()}")
+    for name, new in (("key", key_BHTD), ("value", value_BHTE)):
+        if new.stride(3) != 1:
+            raise ValueError(f"{name} must have a last stride of 1, got {new.stride(3)}")
 
 
 def pack(
@@ -29,30 +75,15 @@ def pack(
 ) -> None:
     """Rewrite the packed segments of R requests, in place: the sinks, then the selected tokens.
 
-    Args:
-        key_PHND: Pages of keys.
-        value_PHNE: Pages of values.
-        block_table_BP: Page numbers of each request, int32.
-        request_R: The requests to pack, int32, each once; -1 for a row without a request.
-        index_RHK: Positions to pack behind the sinks, int32, padded with -1 at the end.
-        sink_R: Sink tokens, positions 0 to `sink - 1`, int32. At most S - K; further sinks are cut off.
-        key_BHSD: Packed keys; rows beyond a request's length are undefined.
-        value_BHSE: Packed values, likewise.
-        position_BHS: The packed rows' positions, int32, padded with -1.
-        length_BH: Rows that count, int32.
-        heads_RH: 0 for a KV head that keeps its rows, positions and length, int32; None packs every head.
-
-    Raises:
-        ValueError: The shapes, dtypes or devices do not fit, or a tensor but the pages is not contiguous.
+    `request_R` are the requests, each once; -1 for a row without a request. `index_RHK` are the positions to pack
+    behind the sinks, padded with -1 at the end; sinks are positions 0 to `sink_R` - 1, of which at most S - K fit, and
+    further ones are cut off. Packed keys and values beyond a request's length are undefined, their positions are padded
+    with -1, and `length_BH` counts the rows. A KV head whose `heads_RH` is 0 keeps its rows, positions and length; None
+    packs every head. All tensors but the pages are contiguous.
     """
-    check(
-        key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R,
-        key_BHSD, value_BHSE, position_BHS, length_BH,
-    )  # fmt: skip
-    refreshed_RH = index_RHK.new_ones(index_RHK.shape[:2])
-    if heads_RH is not None:
-        check_heads(heads_RH, index_RHK)
-        refreshed_RH = heads_RH
+    segment = key_BHSD, value_BHSE, position_BHS, length_BH
+    check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)
+    refreshed_RH = index_RHK.new_ones(index_RHK.shape[:2]) if heads_RH is None else heads_RH
     real_R = request_R >= 0
     if not real_R.all():
         request_R, index_RHK, sink_R = request_R[real_R], index_RHK[real_R], sink_R[real_R]
@@ -61,9 +92,9 @@ def pack(
     request = request_R.long()
     position_RHS = packed_positions(index_RHK, sink_R, S)
     length_RH = (position_RHS >= 0).sum(2, dtype=torch.int32)
-    is_own_RH = refreshed_RH != 0
-    position_BHS[request] = torch.where(is_own_RH[..., None], position_RHS, position_BHS[request])
-    length_BH[request] = torch.where(is_own_RH, length_RH, length_BH[request])
+    packs_RH = refreshed_RH != 0
+    position_BHS[request] = torch.where(packs_RH[..., None], position_RHS, position_BHS[request])
+    length_BH[request] = torch.where(packs_RH, length_RH, length_BH[request])
 
     # computed once for all pages of the same steps
     table_RP = block_table_BP[request]
@@ -71,11 +102,11 @@ def pack(
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
         rows, steps = flat_rows(pages)
         row_RX = numbers(steps)
-        for row_X, place, is_own_H in zip(row_RX, request_R.tolist(), is_own_RH, strict=True):
+        for row_X, place, packs_H in zip(row_RX, request_R.tolist(), packs_RH, strict=True):
             if heads_RH is None:
                 _copy(rows, row_X, packed[place])
             else:
-                packed[place].detach()[is_own_H] = rows[row_X.view(H, S)[is_own_H]]
+                packed[place].detach()[packs_H] = rows[row_X.view(H, S)[packs_H]]
 
 
 def pack_layers(
@@ -88,7 +119,7 @@ def pack_layers(
     """
     key_PHND, _, key_BHSD, *_ = layers[0]
     H, S, N = key_PHND.shape[1], key_BHSD.shape[2], key_PHND.shape[2]
-    check_shape(index_LHK, "index", L=len(layers), H=H, K=None)
+    check_shapes("index LHK", index_LHK, L=len(layers), H=H)
     check_int32(key_PHND.device, index=index_LHK, sink=sink_1)
     if index_LHK.shape[2] > S:
         raise ValueError(f"index must have at most S={S} positions, got {index_LHK.shape[2]}")
@@ -132,9 +163,8 @@ def recall(
     A row comes from the old segment if its position is there, else from the host pages. The caller copies the
     scratch to the segment afterwards.
 
-    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device
-    reads the rows over the link itself (zero copy), so that the host never waits for the indices. FreeKV
-    converts the layout on recall, since its device pages are token-major; ours are head-major.
+    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device reads the
+    rows over the link itself (zero copy), so that the host never waits for the indices.
 
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
@@ -144,15 +174,10 @@ def recall(
     two views. The positions to recall and those of the old segment ascend. The results go to the `into` tensors, which
     have R rows in place of B, and `fetched_RH`, int32, gets how many rows came from the host, 0 for a row without a
     request. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
-
-    Raises:
-        ValueError: A tensor's shape, dtype, device or layout does not fit.
     """
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
-    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH)
-    if heads_RH is not None:
-        check_heads(heads_RH, index_RHK)
+    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH, heads_RH)
     fetched_RH.zero_()
     S, sinks = key_BHSD.shape[2], sink_R.tolist()
     for row, request in enumerate(request_R.tolist()):
@@ -192,38 +217,27 @@ def _recall_head(
     return len(token)
 
 
-def check_heads(heads_RH: torch.Tensor, index_RHK: torch.Tensor) -> None:
-    """Raise the errors of `heads_RH`."""
-    check_shape(heads_RH, "heads", R=index_RHK.shape[0], H=index_RHK.shape[1])
-    check_int32(index_RHK.device, heads=heads_RH)
-
-
 def check(
-    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
-    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
+    index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...], heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise the errors of `pack`."""
-    segment = key_BHSD, value_BHSE, position_BHS, length_BH
-    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment)
-    check_pages(key_BHSD, "key", key_pages=key_PHND)
-    check_pages(value_BHSE, "value", value_pages=value_PHNE)
+    """Raise the errors of `pack`; a segment are keys, values, positions and lengths."""
+    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)
+    check_pages(segment[0], "key", key_pages=key_PHND)
+    check_pages(segment[1], "value", value_pages=value_PHNE)
 
 
 def check_recall(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
     request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor,
     old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
+    heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise the errors of `recall`; `old` and `into` are keys, values, positions and lengths."""
-    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old)
-    (_, H, S, D), E, R = old[0].shape, old[1].shape[3], len(request_R)
+    """Raise the errors of `recall`; `old` and `into` are segments as in `check`."""
+    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, heads_RH)
     key, value, position, length = into
-    check_shape(fetched_RH, "fetched", R=R, H=H)
-    check_shape(key, "into_key", R=R, H=H, S=S, D=D)
-    check_shape(value, "into_value", R=R, H=H, S=S, E=E)
-    check_shape(position, "into_position", R=R, H=H, S=S)
-    check_shape(length, "into_length", R=R, H=H)
+    names = "key BHSD, value BHSE, request R, into_key RHSD, into_value RHSE, into_position RHS, into_length RH"
+    check_shapes(names + ", fetched RH", *old[:2], request_R, *into, fetched_RH)
     check_same(old[0], "key", into_key=key)
     check_same(old[1], "value", into_value=value)
     check_int32(old[0].device, into_position=position, into_length=length, fetched=fetched_RH)
@@ -237,26 +251,23 @@ def check_recall(
 def _check_rows(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
     request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...],
+    heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
     # a packed segment, and the rows of pages that go there
     key_BHSD, value_BHSE, position_BHS, length_BH = segment
-    check_shape(key_PHND, "key_pages", P=None, H=None, N=None, D=None)
-    P, H, N, D = key_PHND.shape
-    check_shape(key_BHSD, "key", B=None, H=H, S=None, D=D)
-    B, _, S, _ = key_BHSD.shape
-    check_shape(value_PHNE, "value_pages", P=P, H=H, N=N, E=None)
-    check_shape(value_BHSE, "value", B=B, H=H, S=S, E=value_PHNE.shape[3])
-    check_shape(block_table_BP, "block_table", B=B, P=None)
-    check_shape(request_R, "request", R=None)
-    check_shape(index_RHK, "index", R=len(request_R), H=H, K=None)
-    check_shape(sink_R, "sink", R=len(request_R))
-    check_shape(position_BHS, "position", B=B, H=H, S=S)
-    check_shape(length_BH, "length", B=B, H=H)
+    check_shapes("key_pages PHND, value_pages PHNE", key_PHND, value_PHNE)
+    (_, H, _, D), E = key_PHND.shape, value_PHNE.shape[3]
+    names = "key BHSD, value BHSE, position BHS, length BH, block_table Bp"
+    check_shapes(names, *segment, block_table_BP, H=H, D=D, E=E)
+    check_shapes("request R, index RHK, sink R", request_R, index_RHK, sink_R, H=H)
     check_same(key_BHSD, "key", key=key_BHSD)
     check_same(value_BHSE, "value", value=value_BHSE)
     check_int32(
         key_BHSD.device, block_table=block_table_BP, request=request_R, index=index_RHK,
         sink=sink_R, position=position_BHS, length=length_BH,
     )  # fmt: skip
-    if index_RHK.shape[2] > S:
-        raise ValueError(f"index must have at most S={S} positions, got {index_RHK.shape[2]}")
+    if index_RHK.shape[2] > key_BHSD.shape[2]:
+        raise ValueError(f"index must have at most S={key_BHSD.shape[2]} positions, got {index_RHK.shape[2]}")
+    if heads_RH is not None:
+        check_shapes("heads RH", heads_RH, R=len(request_R), H=H)
+        check_int32(key_BHSD.device, heads=heads_RH)

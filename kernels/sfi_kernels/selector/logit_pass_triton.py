@@ -1,10 +1,48 @@
-"""From logits to the power mean: Eqs. 6 and 7."""
+"""From logits to the power mean, Eqs. 6 and 7, and the partial results of the Selector's kernels.
+
+A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program writes its
+results to `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at
+a time: lane by lane, then the lanes. So empty chunks behind the last candidate change no bit, and a T that is
+only a bound gives the scores of the true T. `merged`, [quantity, row], holds the results of whole rows.
+"""
 
 import triton
 import triton.language as tl
 
-from sfi_kernels.selector import chunks_triton as q
-from sfi_kernels.selector.chunks_triton import finite, load_chunks, merge_peak
+NOTHING = tl.constexpr(float("-inf"))
+
+# quantities of `partial`, float32; `merged` begins with the same
+EVIDENCE_PEAK, NEGATIVE_FIRST, LAST, PRIOR_PEAK = (tl.constexpr(i) for i in range(4))
+PARTIALS = 4
+# the rest of `merged`, float32; the last four are |f|^2, f.r, |r|^2 and f's entropy
+EVIDENCE_SCALE, PRIOR_SCALE, WEIGHT = (tl.constexpr(i) for i in range(4, 7))
+NORM2, DOT, PRIOR_NORM2, ENTROPY = (tl.constexpr(i) for i in range(7, 11))
+MERGED = 11
+# quantities of `sums`, float64: f, r, f^2, f r, r^2, f log2(f), before normalization
+F, R, FF, FR, RR, F_LOG_F = (tl.constexpr(i) for i in range(6))
+SUMS = 6
+
+
+@triton.jit
+def finite(peak):
+    """Replace a peak of -inf by 0, so that -inf less the peak is -inf and not NaN."""
+    return tl.where(peak == NOTHING, 0.0, peak)
+
+
+@triton.jit
+def load_chunks(values_ptr, first, chunks, default, CHUNKS: tl.constexpr):
+    """Load one quantity of CHUNKS of a row's chunks, from the chunk `first` on."""
+    chunk = first + tl.arange(0, CHUNKS)
+    return tl.load(values_ptr + chunk, mask=chunk < chunks, other=default)  # [CHUNKS]
+
+
+@triton.jit
+def merge_peak(values_ptr, chunks, CHUNKS: tl.constexpr):
+    """Return the largest value of a row's chunks."""
+    peak = tl.full([CHUNKS], NOTHING, tl.float32)
+    for first in range(0, chunks, CHUNKS):
+        peak = tl.maximum(peak, load_chunks(values_ptr, first, chunks, NOTHING, CHUNKS))
+    return tl.max(peak, 0)
 
 
 @triton.jit
@@ -19,7 +57,7 @@ def _load_logits(
 ):
     """Load a query's logits, the best of `SPAN` neighbors in J on each side; -inf outside J."""
     place = tl.arange(0, WIDE)
-    best = tl.load(logits_ptr + start - SPAN + place, mask=gives, other=q.NOTHING).to(tl.float32)
+    best = tl.load(logits_ptr + start - SPAN + place, mask=gives, other=NOTHING).to(tl.float32)
     if SPAN == 0:
         return best
     # windows that double, each the maximum of two; the last two overlap
@@ -28,7 +66,7 @@ def _load_logits(
     first = tl.arange(0, BLOCK)
     last = first + 2 * SPAN + 1 - 2**LEVELS
     best = tl.maximum(tl.gather(best, first, 0), tl.gather(best, last, 0))
-    return tl.where(inside, best, q.NOTHING)  # [BLOCK]
+    return tl.where(inside, best, NOTHING)  # [BLOCK]
 
 
 @triton.jit(
@@ -63,7 +101,7 @@ def _selector_log_sum_kernel(row_ptr, log_sum_ptr, chunks, CHUNKS: tl.constexpr)
     base = finite(merge_peak(row_ptr, chunks, CHUNKS))
     totals = tl.zeros([CHUNKS], tl.float32)
     for first in range(0, chunks, CHUNKS):
-        peak = load_chunks(row_ptr, first, chunks, q.NOTHING, CHUNKS)
+        peak = load_chunks(row_ptr, first, chunks, NOTHING, CHUNKS)
         total = load_chunks(row_ptr + rows * chunks, first, chunks, 0.0, CHUNKS)
         totals += total * tl.exp(peak - base)
     whole = tl.sum(totals, 0)
@@ -116,6 +154,6 @@ def _selector_mean_kernel(
     tl.store(mean_ptr + t, mean, mask=t < T)
     first, last = tl.where(inside, t, T), tl.where(inside, t, -1)
     partial_ptr += row * chunks + chunk
-    tl.store(partial_ptr + q.EVIDENCE_PEAK * rows * chunks, tl.max(mean, 0))
-    tl.store(partial_ptr + q.NEGATIVE_FIRST * rows * chunks, -tl.min(first, 0).to(tl.float32))
-    tl.store(partial_ptr + q.LAST * rows * chunks, tl.max(last, 0).to(tl.float32))
+    tl.store(partial_ptr + EVIDENCE_PEAK * rows * chunks, tl.max(mean, 0))
+    tl.store(partial_ptr + NEGATIVE_FIRST * rows * chunks, -tl.min(first, 0).to(tl.float32))
+    tl.store(partial_ptr + LAST * rows * chunks, tl.max(last, 0).to(tl.float32))

@@ -6,19 +6,8 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.selector.evidence import attention_probability, evidence, pool_neighbors, power_mean
-from sfi_kernels.selector.numerics import check_not_negative
-from sfi_kernels.selector.prior import (
-    factor_everywhere,
-    fuse,
-    key_norm_factor,
-    normalized_position,
-    position_factor,
-    prior,
-    stable_weight,
-)
-from sfi_kernels.selector.refinement import exclude_across_heads, log_score, soft_nms
-from sfi_kernels.shapes import check_shape
+from sfi_kernels.op import check_shapes
+from sfi_kernels.selector import formulas
 
 
 def selector(
@@ -44,64 +33,46 @@ def selector(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
 
-    Every request has its own J, which may be empty; nothing here waits for the device.
+    Every request has its own J, which may be empty; nothing here waits for the device. Logits, of the window's queries,
+    are scaled, -inf where a query may not look, never NaN or +inf; the norms of the cached keys are ignored outside J.
+    J is `allowed_BT`, bool, None for every position, at less cost, or the same `interval`, first position and one past
+    the last, in every request. `alpha` is for Eq. 7, `gamma` for Eq. 9, `beta`, `power` and `eta` for Eq. 11,
+    `lambda_clip` for Eq. 18, `alpha_soft` and `radius` for Eqs. 20-21, `alpha_cross` and `temperature` for Eqs. 22-23;
+    `span` are the neighbors that a hit brings along (`pool_neighbors`), 0 in the paper.
 
-    Args:
-        logits_BHGWT: Scaled attention logits of the window's queries. Any float; -inf where a
-            query may not look, never NaN or +inf.
-        key_norm_BHT: Euclidean norms of the cached keys. Any float; ignored outside J.
-        allowed_BT: The candidate set J, bool; None allows every position, at less cost.
-        alpha: Power of the window's mean (Eq. 7), in (0, 1].
-        gamma: Penalty on long keys (Eq. 9).
-        beta: Global decay of the position factor (Eq. 11).
-        power: Curvature p of that decay.
-        eta: Tail brake of the position factor.
-        lambda_clip: The largest weight of the prior (Eq. 18), in [0, 1].
-        alpha_soft: Strength of soft-NMS (Eq. 21).
-        radius: Half-width of its neighborhood, in tokens.
-        alpha_cross: Strength of the exclusivity across KV heads (Eq. 23).
-        temperature: The paper's T (Eq. 22). Above 0.
-        span: Neighbors a hit brings along; see `pool_neighbors`. 0 is the paper.
-        log_sum_BHGW: Log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a
-            query sees nothing of J. Ignored with a span, whose pooled logits have another sum.
-        diagnostics: Receives `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and
-            `evidence_entropy` (of f, in nats), each [B, H] float32.
-        gather: Where processes share the layer's KV heads: see `exclude_across_heads`, which calls it once.
-        interval: First position of J and one past its last, where J is the same interval in every request:
-            `allowed_BT` is then not read, and no masks are made.
+    `log_sum_BHGW` is the log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a query
+    sees nothing of J; ignored with a span, whose pooled logits have another sum. `diagnostics` receives
+    `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and `evidence_entropy` (of f, in nats),
+    each [B, H] float32. Where processes share the layer's KV heads, `exclude_across_heads` calls `gather` once.
 
     Returns:
         z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
         logits and norms both are float64, though Eqs. 10 and 11 are always in float32.
-
-    Raises:
-        ValueError: A shape does not fit, `allowed_BT` is not bool, or an argument is out of range.
     """
-    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    check_settings(alpha, lambda_clip, temperature, span, radius)
+    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius)
     T = logits_BHGWT.shape[-1]
-    check_interval(interval, T)
     if interval is not None:
         logits_BHGWT, key_norm_BHT = (x[..., slice(*interval)] for x in (logits_BHGWT, key_norm_BHT))
         allowed_BT = None
-    pooled_BHGWT = pool_neighbors(logits_BHGWT, allowed_BT, span)
-    p_BHGWT = attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
-    f_BHT = evidence(power_mean(p_BHGWT, alpha), alpha)
+    pooled_BHGWT = formulas.pool_neighbors(logits_BHGWT, allowed_BT, span)
+    p_BHGWT = formulas.attention_probability(pooled_BHGWT, allowed_BT, None if span else log_sum_BHGW)
+    f_BHT = formulas.evidence(formulas.power_mean(p_BHGWT, alpha), alpha)
 
     if allowed_BT is None:
-        shape_T = (logits_BHGWT.shape[-1], logits_BHGWT.device)
-        pi_pos_BT = factor_everywhere(*shape_T, beta, power, eta)
+        pi_pos_BT = formulas.factor_everywhere(logits_BHGWT.shape[-1], logits_BHGWT.device, beta, power, eta)
     else:
-        u_BT = normalized_position(allowed_BT)
-        pi_pos_BT = position_factor(u_BT, beta, power, eta)
-    r_BHT = prior(key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
+        pi_pos_BT = formulas.position_factor(formulas.normalized_position(allowed_BT), beta, power, eta)
+    r_BHT = formulas.prior(formulas.key_norm_factor(key_norm_BHT, gamma), pi_pos_BT, allowed_BT)
 
-    lambda_BH = stable_weight(f_BHT, r_BHT, lambda_clip)
+    lambda_BH = formulas.stable_weight(f_BHT, r_BHT, lambda_clip)
     if diagnostics is not None:
-        diagnostics.update(_diagnose(f_BHT, r_BHT))
-    z_BHT = log_score(fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
-    z_nms_BHT = soft_nms(z_BHT, alpha_soft, radius)
-    z_adj_BHT = exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
+        diagnostics["evidence_norm2"] = f_BHT.square().sum(-1).float()
+        diagnostics["evidence_dot_prior"] = (f_BHT * r_BHT).sum(-1).float()
+        diagnostics["prior_norm2"] = r_BHT.square().sum(-1).float()
+        diagnostics["evidence_entropy"] = -torch.xlogy(f_BHT, f_BHT).sum(-1).float()
+    z_BHT = formulas.log_score(formulas.fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
+    z_nms_BHT = formulas.soft_nms(z_BHT, alpha_soft, radius)
+    z_adj_BHT = formulas.exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
     if interval is not None:
         z_adj_BHT = pad(z_adj_BHT, (interval[0], T - interval[1]), value=MASKED_SCORE)
     return z_adj_BHT, lambda_BH
@@ -116,48 +87,28 @@ def everywhere(logits_BHGWT: torch.Tensor, interval: tuple[int, int] | None = No
     return allowed_BT
 
 
-def _diagnose(f_BHT: torch.Tensor, r_BHT: torch.Tensor) -> dict[str, torch.Tensor]:
-    return {
-        "evidence_norm2": f_BHT.square().sum(-1).float(),
-        "evidence_dot_prior": (f_BHT * r_BHT).sum(-1).float(),
-        "prior_norm2": r_BHT.square().sum(-1).float(),
-        "evidence_entropy": -torch.xlogy(f_BHT, f_BHT).sum(-1).float(),
-    }
-
-
 def check(
-    logits_BHGWT: torch.Tensor,
-    key_norm_BHT: torch.Tensor,
-    allowed_BT: torch.Tensor | None,
-    log_sum_BHGW: torch.Tensor | None,
-) -> None:
-    """Raise `ValueError` unless the tensors are the Selector's."""
-    check_shape(logits_BHGWT, "logits", B=None, H=None, G=None, W=None, T=None)
+    logits_BHGWT: torch.Tensor, norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, log_sum: torch.Tensor | None,
+    interval: tuple[int, int] | None, alpha: float, lambda_clip: float, temperature: float, span: int, radius: int,
+) -> None:  # fmt: skip
+    """Raise `ValueError` on what does not fit, or would give wrong or non-finite scores without a word."""
+    check_shapes("logits BHGWT, key_norm BHT", logits_BHGWT, norm_BHT)
     B, H, G, W, T = logits_BHGWT.shape
-    check_shape(key_norm_BHT, "key_norm", B=B, H=H, T=T)
     if allowed_BT is not None:
-        check_shape(allowed_BT, "allowed", B=B, T=T)
+        check_shapes("allowed BT", allowed_BT, B=B, T=T)
         if allowed_BT.dtype != torch.bool:
             raise ValueError(f"allowed must be bool, got {allowed_BT.dtype}")
-    if log_sum_BHGW is not None:
-        check_shape(log_sum_BHGW, "log_sum", B=B, H=H, G=G, W=W)
-        if log_sum_BHGW.dtype != torch.float32:
-            raise ValueError(f"log_sum must be float32, got {log_sum_BHGW.dtype}")
-
-
-def check_interval(interval: tuple[int, int] | None, T: int) -> None:
-    """Raise `ValueError` unless `interval` is None or holds a position before T."""
+    if log_sum is not None:
+        check_shapes("log_sum BHGW", log_sum, B=B, H=H, G=G, W=W)
+        if log_sum.dtype != torch.float32:
+            raise ValueError(f"log_sum must be float32, got {log_sum.dtype}")
     if interval is not None and not 0 <= interval[0] < interval[1] <= T:
         raise ValueError(f"interval must hold positions in [0, {T}), got {interval}")
-
-
-def check_settings(alpha: float, lambda_clip: float, temperature: float, span: int, radius: int) -> None:
-    """Raise `ValueError` on what would give wrong or non-finite scores without a word."""
     if not 0 < alpha <= 1:
         raise ValueError(f"alpha must be in (0, 1], got {alpha}")
     if not 0 <= lambda_clip <= 1:
         raise ValueError(f"lambda_clip must be in [0, 1], got {lambda_clip}")
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    check_not_negative(span, "span")
-    check_not_negative(radius, "radius")
+    formulas.check_not_negative(span, "span")
+    formulas.check_not_negative(radius, "radius")

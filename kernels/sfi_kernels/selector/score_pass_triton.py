@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector import chunks_triton as q
-from sfi_kernels.selector.chunks_triton import finite, load_chunks, merge_peak
+from sfi_kernels.selector import logit_pass_triton as q
+from sfi_kernels.selector.logit_pass_triton import finite, load_chunks, merge_peak
 
 EPSILON, LOG_EPSILON = tl.constexpr(EPS), tl.constexpr(math.log(EPS))
 MASKED = tl.constexpr(MASKED_SCORE)
 LOG2E, LN2 = tl.constexpr(math.log2(math.e)), tl.constexpr(math.log(2))
-# of float32: the largest number's logarithm, the smallest normal one, and `fusion.stable_weight`'s rounding
+# of float32: the largest number's logarithm, the smallest normal one, and `stable_weight`'s rounding
 LOG2_LARGEST, SMALLEST = tl.constexpr(128.0), tl.constexpr(2.0**-126)
 ROUNDING = tl.constexpr((8 * 2.0**-23) ** 2)
 

@@ -11,10 +11,10 @@ import torch
 import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
-from sfi_kernels.selector import chunks_triton as q
+from sfi_kernels.selector import logit_pass_triton as q
+from sfi_kernels.selector.formulas import exclude_across_heads
 from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
-from sfi_kernels.selector.reference import check, check_interval, check_settings, everywhere
-from sfi_kernels.selector.refinement import exclude_across_heads
+from sfi_kernels.selector.reference import check, everywhere
 from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
@@ -22,12 +22,9 @@ from sfi_kernels.selector.score_pass_triton import (
     _selector_weigh_kernel,
 )
 
-# positions of a program, whatever T is: how they are grouped decides the last bits of the sums
-BLOCK = 512
-# chunks of a row that are merged at a time, by a thread each
-CHUNKS = 128
-# elements of a refinement tile, all KV heads of some positions
-TILE, MIN_POSITIONS = 1024, 32
+BLOCK = 512  # positions of a program, whatever T is: how they are grouped decides the last bits of the sums
+CHUNKS = 128  # of a row that are merged at a time, by a thread each
+TILE, MIN_POSITIONS = 1024, 32  # elements of a refinement tile, all KV heads of some positions
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -39,11 +36,11 @@ def selector(
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
-    check_interval(interval, logits_BHGWT.shape[-1])
+    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius)
     if allowed_BT is None or interval is not None:
         allowed_BT = everywhere(logits_BHGWT, interval)
-    B, H, G, W, T = _check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    check_settings(alpha, lambda_clip, temperature, span, radius)
+    _check_layout(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
+    B, H, G, W, T = logits_BHGWT.shape
     rows, chunks = B * H, triton.cdiv(T, BLOCK)
     empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
     z_BHT = empty(B, H, T)
@@ -94,12 +91,10 @@ def selector(
     return z_adj_BHT, merged[q.WEIGHT.value]
 
 
-def _check(
+def _check_layout(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor, log_sum_BHGW: torch.Tensor | None
-) -> torch.Size:
-    check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
-    named = {"logits": logits_BHGWT, "key_norm": key_norm_BHT, "allowed": allowed_BT}
-    for name, tensor in named.items():
+) -> None:
+    for name, tensor in (("logits", logits_BHGWT), ("key_norm", key_norm_BHT), ("allowed", allowed_BT)):
         if tensor.device != logits_BHGWT.device:
             raise ValueError(f"{name} must be on {logits_BHGWT.device}, got {tensor.device}")
         if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
@@ -113,4 +108,3 @@ def _check(
             raise ValueError(f"log_sum must be on {logits_BHGWT.device}, got {log_sum_BHGW.device}")
         if not log_sum_BHGW.is_contiguous():
             raise ValueError(f"log_sum must be contiguous, got strides {log_sum_BHGW.stride()}")
-    return logits_BHGWT.shape

@@ -4,25 +4,15 @@ import numpy as np
 import torch
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.shapes import check_shape
+from sfi_kernels.op import check_shapes
 
 
 def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
-    """Select the best positions of every KV head; the lower position wins a tie (Eq. 24).
+    """Select the `budget` best positions of every KV head; the lower position wins a tie (Eq. 24).
 
-    The result depends on the scores alone and is the same on every device; `torch.topk` breaks ties as it
-    likes. The host never waits for a device.
-
-    Args:
-        score_BHT: Refined log scores, not NaN. Any float; a position at or below `MASKED_SCORE / 2` is outside J and
-            never selected.
-        budget: Positions to select per KV head, in tokens.
-
-    Returns:
-        index, [B, H, K] int32 with K = min(budget, T): ascending positions, then -1 where fewer than K are allowed.
-
-    Raises:
-        ValueError: `budget` is not positive, or the scores are not of rank 3.
+    The result depends on the scores alone and is the same on every device; `torch.topk` breaks ties as it likes. Scores
+    are not NaN; a position at or below `MASKED_SCORE / 2` is outside J and never selected. The index, [B, H, K] int32
+    with K = min(budget, T), has ascending positions, then -1 where fewer than K are allowed. The host never waits.
     """
     check(score_BHT, budget)
     K = min(budget, score_BHT.shape[2])
@@ -73,4 +63,4 @@ def check(score_BHT: torch.Tensor, budget: int) -> None:
     """Raise the errors of `top_k`."""
     if budget <= 0:
         raise ValueError(f"budget must be positive, got {budget}")
-    check_shape(score_BHT, "score", B=None, H=None, T=None)
+    check_shapes("score BHT", score_BHT)

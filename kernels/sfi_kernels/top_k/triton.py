@@ -26,14 +26,11 @@ LIMIT = tl.constexpr(MASKED_SCORE / 2)
 MASKED_KEY = tl.constexpr(-(2**31))
 CHUNK = tl.constexpr(4096)
 BINS = tl.constexpr(256)
-# counts of keys at or above each digit, then of those above all of them
-COLUMNS = tl.constexpr(257)
+COLUMNS = tl.constexpr(257)  # counts of keys at or above each digit, then of those above all of them
 PASSES = tl.constexpr(4)
 WARPS = 8
-# one kernel for all rows of up to 256K positions
-MIN_CHUNKS = 64
-# chunks whose histograms are added up at a time
-ADDED = tl.constexpr(16)
+MIN_CHUNKS = 64  # one kernel for all rows of up to 256K positions
+ADDED = tl.constexpr(16)  # chunks whose histograms are added up at a time
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -1,55 +1,57 @@
 """`sfi bench`: tokens per second of decoding, or what to expect of them."""
 
+from fractions import Fraction
 from functools import partial
 from typing import Annotated, Any
 
 from sfi_cli import options as o
+from sfi_cli.options import Subject
+from sfi_cli.parsing import numbers, words
+from sfi_cli.settings import TIERS, ForecastTable, Given, given
+from sfi_cli.terminal.output import Output, View, leave_interrupted
+from sfi_core.errors import ConfigError
+from sfi_core.measure.bench.settings import DecodeSettings
+from sfi_core.settings.engine import EngineOptions
 
 MEASURE, FORECAST = "Measurement", "Forecast"
-# copies of the defaults of DecodeSettings, which imports torch; a test compares the two
-SHOWN = {
-    "policies": "sfi,codescan,full-kv",
-    "contexts": "4096,16384,32768",
-    "batches": "1",
-    "baselines": "transformers-dynamic,transformers-static",
-    "steps": "40",
-    "repeats": "3",
-    "slow_rate": "1/20",
-}
+FORMATS = (".json",)
+KILO = 1024
+CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
 _more = partial(o.option, MEASURE)
-_forecast = partial(o.option, FORECAST)
 _out = partial(o.option, o.OUTPUT)
 _model = partial(o.option, o.MODEL)
 
 
-def _measure(name: str, text: str) -> Any:
-    return _more(text, shown=SHOWN.get(name, "none"))
+def _field(name: str, text: str) -> Any:
+    value = getattr(DecodeSettings(), name)
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else "none" if value is None else str(value)
+    return _more(text, shown=shown)
 
 
 def bench(
-    policy: Annotated[o.Words, _measure("policies", "Policies; comma list or repeated.")] = None,
-    context: Annotated[o.Words, _measure("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")] = None,
-    batch: Annotated[o.Words, _measure("batches", "Requests together; comma list or repeated.")] = None,
-    baseline: Annotated[o.Words, _measure("baselines", "What else takes turns; comma list, or none.")] = None,
-    steps: Annotated[o.Number, _measure("steps", "Decoding steps measured in each run.")] = None,
-    repeats: Annotated[o.Number, _measure("repeats", "Runs of each; all take turns.")] = None,
+    policy: Annotated[o.Words, _field("policies", "Policies; comma list or repeated.")] = None,
+    context: Annotated[o.Words, _field("contexts", "Cached tokens, 8192 or 8K; comma list or repeated.")] = None,
+    batch: Annotated[o.Words, _field("batches", "Requests together; comma list or repeated.")] = None,
+    baseline: Annotated[o.Words, _field("baselines", "What else takes turns; comma list, or none.")] = None,
+    steps: Annotated[o.Number, _field("steps", "Decoding steps measured in each run.")] = None,
+    repeats: Annotated[o.Number, _field("repeats", "Runs of each; all take turns.")] = None,
     time_limit: Annotated[
         float | None,
         _more("Seconds after which a run stops early; it measures at least 3 steps.", shown="none; on a CPU 2"),
     ] = None,
     slow_rate: Annotated[
-        str | None, _measure("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
+        str | None, _field("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
     ] = None,
     ragged: Annotated[
         bool, _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged")
     ] = False,
     acceptance: Annotated[
-        float | None, _measure("acceptance", "Measure lossless runs too, which keep this share of their drafts.")
+        float | None, _field("acceptance", "Measure lossless runs too, which keep this share of their drafts.")
     ] = None,
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
     forecast: Annotated[
-        bool, _forecast("Say what to expect, without weights and without running.", "--forecast")
+        bool, o.option(FORECAST, "Say what to expect, without weights and without running.", "--forecast")
     ] = False,
     model: o.Model = None,
     random_weights: Annotated[
@@ -85,26 +87,128 @@ def bench(
 
       sfi bench --random-weights qwen3-4b --forecast --set forecast.bandwidth=4300
     """
-    from sfi_cli.commands.bench.job import counts, names, run
-    from sfi_cli.loading import Subject
-    from sfi_cli.settings.given import given
-    from sfi_cli.terminal.output import Output
-
     settings = given(
         "bench", preset=preset, file=config, sets=sets,
         options={"budget": budget, "engine.kv_device_budget": kv_device_budget},
     )  # fmt: skip
+    asked = {
+        "policies": _names(policy), "contexts": _counts("contexts", context), "batches": _counts("batches", batch),
+        "baselines": () if baseline == ["none"] else _names(baseline), "steps": steps, "repeats": repeats,
+        "time_limit": time_limit, "slow_rate": _rate(slow_rate) if slow_rate else None, "ragged": ragged,
+        "acceptance": acceptance, "seed": seed,
+    }  # fmt: skip
     run(
-        Subject.of(
-            settings, model, dtype, device, trust_remote_code, random_weights=random_weights, seed=seed
-        ),
+        Subject.of(settings, model, dtype, device, trust_remote_code, random_weights=random_weights, seed=seed),
         settings,
-        {
-            "policies": names(policy), "contexts": counts("contexts", context),
-            "batches": counts("batches", batch), "baselines": names(baseline, nothing="none"), "steps": steps,
-            "repeats": repeats, "time_limit": time_limit, "ragged": ragged, "acceptance": acceptance,
-            "seed": seed,
-        },
+        asked,
         Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide),
-        slow_rate=slow_rate, threads=threads, forecast=forecast,
+        threads=threads,
+        forecast=forecast,
+    )
+
+
+def _names(values: list[str] | None) -> tuple[str, ...] | None:
+    return tuple(words(values)) if values else None
+
+
+def _counts(name: str, values: list[str] | None) -> tuple[int, ...] | None:
+    # whole numbers such as 8192 or 8K
+
+    def count(value: str) -> int:
+        digits = value.lower().removesuffix("k")
+        if not digits.isdecimal():
+            raise ValueError(value)
+        return int(digits) * (KILO if digits != value else 1)
+
+    rule = f"{name} must be whole numbers such as 8192 or 8K"
+    return tuple(numbers(values, count, rule)) if values else None
+
+
+def _rate(value: str) -> Fraction:
+    try:
+        return Fraction(value)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"slow_rate must be a share such as 1/20 or 0.05, got {value!r}") from error
+
+
+def run(
+    subject: Subject, settings: Given, asked: dict[str, Any], output: Output, *, threads: int | None, forecast: bool
+) -> None:
+    """Load the model, measure or forecast, write and show the result.
+
+    `asked` has fields of `DecodeSettings`, None for a default.
+    """
+    import torch
+
+    from sfi_core.measure.bench.bench import check_run
+    from sfi_core.models.load import resolve_device
+
+    subject.check()
+    if threads is not None and threads <= 0:
+        raise ConfigError(f"threads must be positive, got {threads}")
+    _check_forecast(settings, asked["acceptance"], forecast=forecast)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    device = resolve_device(subject.loading["device"])
+    if device.type == "cpu" and asked["time_limit"] is None:
+        asked["time_limit"] = CPU_SECONDS
+    fields = {name: value for name, value in asked.items() if value is not None} | settings.of("bench")
+    checked = DecodeSettings(**fields, config=settings.config, engine=settings.table(EngineOptions))
+    check_run(checked, device)
+    output.check_format(FORMATS)
+    with output:
+        if forecast:
+            _forecast(subject, checked, device, settings.table(ForecastTable), output)
+        else:
+            _measure(subject, checked, output)
+
+
+def _measure(subject: Subject, settings: DecodeSettings, output: Output) -> None:
+    from sfi_cli.commands.bench.views import bench_text
+    from sfi_cli.terminal.progress import Progress
+    from sfi_core.measure.bench.bench import run_bench
+
+    output.say(f"loading {subject.name}")
+    model, _ = subject.loaded()
+    with Progress(quiet=output.quiet) as progress:
+        result = run_bench(model, settings, progress.update, output.say)
+    document = result.document()
+    document["model"]["weights"] = subject.loading["weights"]
+    if document["rows"]:
+        _write(subject, document, bench_text, output)
+    if result.interrupted:
+        leave_interrupted()
+
+
+def _forecast(subject: Subject, settings: DecodeSettings, device: Any, machine: ForecastTable, output: Output) -> None:
+    from sfi_cli.commands.bench.views import forecast_text
+    from sfi_core.measure.bench.byte_roofline import forecast_document
+
+    document = forecast_document(
+        subject.unloaded(), settings, device, bandwidth_gb_per_s=machine.bandwidth,
+        memory_bytes=None if machine.memory is None else machine.memory * 1e9,
     )  # fmt: skip
+    _write(subject, document, forecast_text, output)
+
+
+def _write(subject: Subject, document: dict[str, Any], view: View, output: Output) -> None:
+    from sfi_traces.results.plots import plot_bench
+
+    document["model"]["name"] = subject.name
+    output.show(document, view)
+    output.file(document)
+    output.figure(plot_bench, document)
+
+
+def _check_forecast(settings: Given, acceptance: float | None, *, forecast: bool) -> None:
+    if not forecast:
+        for name in sorted(settings.said):
+            if name.startswith("forecast."):
+                raise ConfigError(f"{name} must come with --forecast, got it alone")
+        return
+    for name in TIERS:
+        if name in settings.said:
+            raise ConfigError(f"{name} must come without --forecast")
+    if acceptance is not None:
+        raise ConfigError("acceptance must come without --forecast")

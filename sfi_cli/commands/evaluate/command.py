@@ -1,22 +1,37 @@
 """`sfi eval`: what a method costs in quality; `sfi lm-eval`, lm-evaluation-harness with the model `sfi`."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.evaluate import request
+from sfi_cli import parsing
+from sfi_cli.commands.evaluate import DEFAULTS, shown
+from sfi_cli.settings import given
+from sfi_cli.terminal.output import Output
+from sfi_core.errors import ConfigError
 
 WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
 _how = partial(o.option, HOW)
 _what = partial(o.option, WHAT)
-_text = partial(o.option, TEXT)
 _out = partial(o.option, o.OUTPUT)
 
 
-def _list(values: tuple[float, ...]) -> str:
-    return ",".join(map(str, values))
+def _defaulted(panel: str, name: str, text: str) -> Any:
+    return o.option(panel, text, shown=shown(DEFAULTS[name]))
+
+
+def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
+    # a comma list of ints or floats, at least one
+    if text is None:
+        return None
+    rule = f"{option} must be {'whole numbers' if kind is int else 'numbers'} with commas between"
+    values = parsing.numbers([text], kind, rule, got=text)
+    if not values:
+        raise ConfigError(f"{rule}, got {text!r}")
+    return values
 
 
 def evaluate(
@@ -29,11 +44,11 @@ def evaluate(
         ),
     ] = None,
     share: Annotated[
-        str | None, _how("Sink, selected and recent tokens over the context; comma list.", shown=_list(request.SHARES))
+        str | None, _defaulted(HOW, "shares", "Sink, selected and recent tokens over the context; comma list.")
     ] = None,
     budget: Annotated[str | None, _how("Selected tokens per KV head instead of shares; comma list.")] = None,
     recent: Annotated[
-        o.Number, _how("Tokens of the recent window; at most half of a share.", shown=str(request.RECENT))
+        o.Number, _defaulted(HOW, "recent", "Tokens of the recent window; at most half of a share.")
     ] = None,
     task: Annotated[
         o.Words,
@@ -43,14 +58,15 @@ def evaluate(
         ),
     ] = None,
     list_tasks: Annotated[bool, _what("Print the tasks and stop.", "--list-tasks")] = False,
-    length: Annotated[str | None, _what("Tokens of the prompts; comma list.", shown=_list(request.LENGTHS))] = None,
-    samples: Annotated[o.Number, _what("Prompts of each task and length.", shown=str(request.SAMPLES))] = None,
-    seed: Annotated[o.Number, _what("Seed of the first prompt; the others follow.", shown=str(request.SEED))] = None,
+    length: Annotated[str | None, _defaulted(WHAT, "lengths", "Tokens of the prompts; comma list.")] = None,
+    samples: Annotated[o.Number, _defaulted(WHAT, "samples", "Prompts of each task and length.")] = None,
+    seed: Annotated[o.Number, _defaulted(WHAT, "seed", "Seed of the first prompt; the others follow.")] = None,
     fidelity: Annotated[
-        o.File, _text("Text to decode with its own tokens: KL, agreement and perplexity beside full attention's.")
+        o.File,
+        o.option(TEXT, "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."),
     ] = None,
     tokens: Annotated[
-        o.Number, _text("Tokens decoded after each prompt of --length tokens.", shown=str(request.TOKENS))
+        o.Number, _defaulted(TEXT, "tokens", "Tokens decoded after each prompt of --length tokens.")
     ] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
@@ -85,9 +101,6 @@ def evaluate(
       sfi eval --fidelity book.txt --length 4096 --tokens 256 --method sfi --method quest --share 0.15
     """
     from sfi_cli.commands.evaluate.job import run
-    from sfi_cli.parsing import words
-    from sfi_cli.settings.given import given
-    from sfi_cli.terminal.output import Output
 
     if list_tasks:
         from sfi_core.measure.evaluation.tasks import TASKS
@@ -99,9 +112,9 @@ def evaluate(
     asked = {
         "model": model, "dtype": None if dtype == "auto" else dtype,
         "methods": method,
-        "shares": request.numbers("share", share, float),
-        "budgets": request.numbers("budget", budget, int), "recent": recent,
-        "tasks": words(task) if task else None, "lengths": request.numbers("length", length, int),
+        "shares": _numbers("share", share, float),
+        "budgets": _numbers("budget", budget, int), "recent": recent,
+        "tasks": parsing.words(task) if task else None, "lengths": _numbers("length", length, int),
         "samples": samples, "seed": seed, "fidelity": None if fidelity is None else str(fidelity),
         "tokens": tokens,
         **settings.of("eval"), **settings.of("engine"), **settings.of("model"),

@@ -6,17 +6,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sfi_cli.commands.evaluate import request
+from sfi_cli.commands.evaluate import DEFAULTS, METHODS, shown
 from sfi_cli.commands.evaluate.views import evaluation_text
 from sfi_cli.parsing import read_text
 from sfi_cli.terminal.output import Output, dated_folder, leave_interrupted
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Rows, key_of
-from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.machine.memory import describe
+from sfi_core.machine.versions import versions
+from sfi_core.measure.evaluation.fidelity import WindowRows, window_cells
+from sfi_core.measure.evaluation.grid import TASKS, TEXT, Cell, Method, Rows, at_sizes, key_of
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
-from sfi_core.measure.evaluation.windows import WindowRows, window_cells
-from sfi_traces.results.store import ResultsFolder, check_new
+from sfi_core.measure.evaluation.tasks import TASKS as LISTED
+from sfi_core.models.describe import describe_model
+from sfi_core.settings.engine import EngineOptions
+from sfi_traces.record.folder import check_new
+from sfi_traces.results import summarize, summarize_fidelity
+from sfi_traces.results.store import KIND, ResultsFolder
+
+BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
+LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
+ENGINE = ("backend", "kv_dtype", "prefill_chunk", "kv_device_budget", "kv_page")
 
 
 def run(
@@ -24,12 +34,8 @@ def run(
 ) -> None:
     """Make the rows that the folder lacks, and show all rows.
 
-    Args:
-        given: Values of the options; None for an option that was not given.
-        loading: Arguments of `load` that a results folder does not keep.
-        folder: Folder of the results; None makes a new folder named after the time.
-        output: Where the document goes; its `force` also allows to replace results.
-        resume: Whether to complete the results in the folder.
+    `given` are values of the options, None for one that was not given; `loading` arguments of `load` that a results
+    folder does not keep. Without a `folder` a new one is named after the time. `output.force` lets results be replaced.
     """
     if resume and folder is None:
         raise ConfigError("resume must come with --output DIR, got none")
@@ -59,10 +65,10 @@ def _results(
         results = ResultsFolder.resume(path)
         for line in results.damaged:
             output.say(f"{line}; its row is made again")
-        asked = request.resumed(given, results.manifest["asked"])
+        asked = resumed(given, results.manifest["asked"])
     else:
-        check_new(path, force=output.force)
-        asked = request.filled(given)
+        check_new(path, KIND, force=output.force)
+        asked = filled(given)
     if output.plot is not None and not asked["tasks"]:
         raise ConfigError("plot shows scores and must come with --task, got none")
     text = None if asked["fidelity"] is None else read_text(Path(asked["fidelity"]), "text")
@@ -70,11 +76,11 @@ def _results(
     cells = cells_of(asked, methods)
     facts = {
         "asked": dict(asked),
-        "methods": _plain(list(map(_described, methods))),
+        "methods": _plain([_described(method) for method in methods]),
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
     }
     if results is not None:
-        request.check_same(facts, results.manifest, ("methods", "text"))
+        check_same(facts, results.manifest, ("methods", "text"))
         if results.manifest["finished"] and not _missing(cells, results):
             results.leave()
             results.order(cells)
@@ -82,11 +88,16 @@ def _results(
     check_backend(asked["backend"], resolve_device(loading["device"]))
     loaded = load(asked["model"], revision=asked["revision"], dtype=asked["dtype"], **loading)
     tables = _tables(asked, cells, text, loaded)
-    facts |= _facts(loaded[0])
+    facts |= {
+        "model": _plain(describe_model(loaded[0], ())),
+        "device": str(loaded[0].device),
+        "machine": describe(),
+        "versions": versions(),
+    }
     if results is None:
         results = ResultsFolder.create(path, facts, force=output.force)
     else:
-        request.check_same(facts, results.manifest, ("model",))
+        check_same(facts, results.manifest, ("model",))
     return results, _run(results, cells, tables, quiet=output.quiet)
 
 
@@ -106,7 +117,7 @@ def _tables(
     asked: Mapping[str, Any], cells: Sequence[Cell], text: str | None, loaded: tuple[Any, Any]
 ) -> dict[str, Rows[Any]]:
     # what makes the rows of each table, once its cells are checked
-    engine, tables = request.engine_of(asked), dict[str, Rows[Any]]()
+    engine, tables = EngineOptions(**{name: asked[name] for name in ENGINE}), dict[str, Rows[Any]]()
     if asked["tasks"]:
         tables[TASKS] = SampleRows(*loaded, engine)
     if text is not None:
@@ -149,18 +160,12 @@ def _missing(cells: Sequence[Cell], results: ResultsFolder) -> list[Cell]:
 
 def _described(method: Method) -> dict[str, Any]:
     # with all settings: a preset may change between versions
-    names = ("label", "policy", "preset")
-    return {
-        **{name: getattr(method, name) for name in names},
-        "settings": dict(method.settings),
-        "config": method.config.to_dict(),
-    }
+    named = {name: getattr(method, name) for name in ("label", "policy", "preset")}
+    return {**named, "settings": dict(method.settings), "config": method.config.to_dict()}
 
 
 def _document(results: ResultsFolder) -> dict[str, Any]:
     # sum a folder's results up as the document of `--json`
-    from sfi_traces.results.summary import summarize, summarize_fidelity
-
     manifest = results.manifest
     names = ("asked", "model", "device", "machine", "versions", "created", "finished", "stopped")
     return {
@@ -177,14 +182,49 @@ def _plain(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _facts(model: Any) -> dict[str, Any]:
-    from sfi_core.machine.memory import describe
-    from sfi_core.machine.versions import versions
-    from sfi_core.models.describe import describe_model
+def filled(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill the defaults in; with `fidelity`, no task is a default.
 
-    return {
-        "model": _plain(describe_model(model, ())),
-        "device": str(model.device),
-        "machine": describe(),
-        "versions": versions(),
-    }
+    Raises `ConfigError` for shares together with budgets, or an option of fidelity without `fidelity`.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    asked = DEFAULTS | chosen
+    if asked["model"] is not None and "methods" not in chosen:
+        asked["methods"] = [name for name in METHODS if name not in BUNDLED_ONLY]
+    if "budgets" in chosen:
+        if "shares" in chosen:
+            raise ConfigError("share and budget must not come together, got both")
+        asked["shares"] = None
+    for name in ("tokens", "windows"):
+        if name in chosen and "fidelity" not in chosen:
+            raise ConfigError(f"{name} must come with --fidelity, got it alone")
+    if asked["tasks"] is None:
+        general = [name for name, task in LISTED.items() if not task.bundled]
+        asked["tasks"] = [] if asked["fidelity"] else ["bundled-recall"] if asked["model"] is None else general
+    return asked
+
+
+def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the folder's first run (`before`) for a run that resumes it.
+
+    Raises `ConfigError` if an option given now differs from the folder's, or the folder has an unknown option.
+    """
+    for name in before:
+        if name not in DEFAULTS:
+            raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")
+    for name, value in given.items():
+        # a folder of an earlier version lacks newer options
+        earlier = before.get(name, DEFAULTS[name])
+        if value is not None and value != earlier:
+            option = name.removesuffix("s") if name in LISTS else name.replace("_", "-")
+            raise ConfigError(f"resume must keep the folder's {option} {shown(earlier)}, got {shown(value)}")
+    return DEFAULTS | dict(before)
+
+
+def check_same(facts: Mapping[str, Any], manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raise `ConfigError` if facts of these names are not those of the folder."""
+    for name in names:
+        if facts[name] != manifest[name]:
+            ours, theirs = versions().get("sfi"), manifest["versions"].get("sfi")
+            since = f"; the folder is of sfi {theirs}, this is {ours}" if ours != theirs else ""
+            raise ConfigError(f"resume must keep the {name} in the folder's manifest.json, got another{since}")

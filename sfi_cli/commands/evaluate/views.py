@@ -1,11 +1,11 @@
 """The tables of `sfi eval`, from its document."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from sfi_cli.terminal.tables import Part
-from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
+from sfi_traces.views.table import Column, Columns, Row, Table, number, percent, plural, written
 
 # sizes of rows that hold at all sizes: full attention, methods with own sizes
 ANY_SIZE = ("all", "own")
@@ -22,10 +22,15 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
     for (task, length), group in _groups(rows, ("task", "length")):
         samples = max(row["n"] + row["failed"] for row in group)
         title = f"{task}, {length:,} tokens, {plural(samples, 'sample')}"
-        parts += [_scores(title, group), _costs(group)]
+        measures = dict.fromkeys(name for row in group for name in row["scores"])
+        costs: Columns = {name.replace("_", " "): partial(_measure, name) for name in measures} | COSTS
+        parts.append(_by_size(title, group, SCORE, ("against full-kv", _difference), "95 %"))
+        parts.append(_by_size("", group, costs, ("tokens/s", SPEED), "stored"))
     parts += NOTES if rows else ()
     for (length,), group in _groups(document["fidelity"], ("length",)):
-        parts += [_fidelity(length, group), _by_position(group)]
+        windows = f"{plural(group[0]['windows'], 'window')} of {group[0]['tokens']:,} tokens"
+        title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
+        parts.append(Table.of(title, FIDELITY, group, left=2, spare=("stored", "slow", "full-kv's")))
     return parts + [_failure(row) for name in ("rows", "fidelity") for row in document[name] if row["failed"]]
 
 
@@ -45,73 +50,27 @@ def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, 
     return list(groups.items())
 
 
-def _scores(title: str, rows: list[Row]) -> Table:
-    # where there is no room, without the intervals but that of the last size
-    sizes = _sizes(rows)
-    last = "" if len(sizes) == 1 else f" at {sizes[-1]}"
-    columns = ["method", *(f"{name} at {size}" for size in sizes for name in SCORE), f"against full-kv{last}"]
-    lines = [
-        [method, *(_cell(row, write) for row in line for write in SCORE.values()), _cell(line[-1], _difference)]
-        for method, line in _lines(rows, sizes)
-    ]
-    return Table(title, columns, lines, spare=columns[2:-2:2])
-
-
-def _costs(rows: list[Row]) -> Table:
-    sizes = _sizes(rows)
-    further = list(dict.fromkeys(name for row in rows for name in row["scores"]))
-    names = [*further, "read", "stored"]
-
-    def value(row: Row, name: str) -> str:
-        if name in further:
-            return number(row["scores"].get(name), 2)
-        return percent(row["read" if name == "read" else "stored_ratio"])
-
-    columns = [f"{name.replace('_', ' ')} at {size}" for name in names for size in sizes]
-    lines = [
-        [
-            method,
-            *(_cell(row, value, name) for name in names for row in line),
-            _cell(line[-1], lambda row: number(row["tokens_per_second"], 1)),
-        ]
-        for method, line in _lines(rows, sizes)
-    ]
-    return Table("", ["method", *columns, "tokens/s"], lines, spare=columns[-len(sizes) :])
-
-
-def _fidelity(length: int, rows: list[Row]) -> Table:
-    windows = f"{plural(rows[0]['windows'], 'window')} of {rows[0]['tokens']:,} tokens"
-    title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
-    return Table.of(title, FIDELITY, rows, left=2, spare=("stored", "slow", "full-kv's"))
-
-
-def _by_position(rows: list[Row]) -> Table:
-    positions = {part["first"]: part["position"] for row in rows for part in row["by_sentence_position"]}
-    lines = []
-    for row in rows:
-        cells = {part["first"]: f"{part['kl']:.4f} ({part['agreement']:.1%})" for part in row["by_sentence_position"]}
-        lines.append([row["method"], row["size"], *(cells.get(first, "-") for first in sorted(positions))])
-    head = ["method", "size", *(positions[first] for first in sorted(positions))]
-    return Table("KL (agreement) by steps since the token that ended a sentence", head, lines, left=2)
-
-
-def _sizes(rows: Iterable[Row]) -> list[str]:
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
-    return [size for size in sizes if size not in ANY_SIZE] or sizes[-1:]
-
-
-def _lines(rows: list[Row], sizes: list[str]) -> list[tuple[str, list[Row | None]]]:
-    # a method's row for each size; a row for all sizes stands at each size
+def _by_size(title: str, rows: list[Row], columns: Columns, last: tuple[str, Column], spare: str) -> Table:
+    # a line for each method, with the columns at each size, and a last one at the last size; a row for all sizes stands
+    # at each size
+    known = [*dict.fromkeys(row["size"] for row in rows)]
+    sizes = [size for size in known if size not in ANY_SIZE] or known[-1:]
+    final = last[0] if len(sizes) == 1 else f"{last[0]} at {sizes[-1]}"
+    head = ["method", *(f"{name} at {size}" for size in sizes for name in columns), final]
     lines = []
     for (method,), group in _groups(rows, ("method",)):
         by_size = {row["size"]: row for row in group}
         always = next((row for row in group if row["size"] in ANY_SIZE), None)
-        lines.append((method, [by_size.get(size, always) for size in sizes]))
-    return lines
+        at = [by_size.get(size, always) for size in sizes]
+        cells: list[tuple[Row | None, Column]] = [(row, column) for row in at for column in columns.values()]
+        cells.append((at[-1], last[1]))
+        scored = [written(column, row) if row and row["score"] is not None else "-" for row, column in cells]
+        lines.append([method, *scored])
+    return Table(title, head, lines, spare=[name for name in head if name.startswith(spare)])
 
 
-def _cell(row: Row | None, write: Callable[..., str], *arguments: Any) -> str:
-    return "-" if row is None or row["score"] is None else write(row, *arguments)
+def _measure(name: str, row: Row) -> str:
+    return number(row["scores"].get(name), 2)
 
 
 def _difference(row: Row) -> str:
@@ -127,7 +86,12 @@ def _failure(row: Row) -> str:
     return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"
 
 
-SCORE = {"score": lambda row: number(row["score"], 2), "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}"}
+SCORE: Columns = {
+    "score": (partial(number, digits=2), "score"),
+    "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}",
+}
+SPEED: Column = (partial(number, digits=1), "tokens_per_second")
+COSTS: Columns = {"read": (percent, "read"), "stored": (percent, "stored_ratio")}
 FIDELITY: Columns = {
     "method": (str, "method"),
     "size": (str, "size"),

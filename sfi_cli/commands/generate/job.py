@@ -1,7 +1,7 @@
 """`sfi generate` after its options are read."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sfi_cli.commands.generate.prompts import Prompts, answer, token_ids
+from sfi_cli.commands.generate.prompts import Prompts, token_ids
 from sfi_cli.commands.generate.views import plan_line, report_lines
-from sfi_cli.loading import Subject
-from sfi_cli.settings.given import Given
-from sfi_cli.settings.tables import TraceTable
+from sfi_cli.options import Subject
+from sfi_cli.settings import Given, TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
 from sfi_cli.terminal.progress import Progress, ProgressObserver
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.errors import SfiError
 from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from sfi_core.settings.policy_names import default_policy
@@ -41,7 +40,6 @@ def run(
     beside: bool,
     trace: Path | None,
     audit: AuditConfig | None,
-    sampling: dict[str, Any],
     seed: int,
     max_new_tokens: int,
     max_batch: int | None,
@@ -53,41 +51,43 @@ def run(
     `compare` and `beside` ask for further runs for comparison, under full attention and lossless. `by_line` writes each
     answer as it ends.
     """
-    engine = settings.table(EngineOptions)
-    options: dict[str, Any] = {"sampling": prompts.sampling(Sampling(**sampling)), "seed": prompts.seeds(seed)}
-    folder = None
+    engine, sampling = settings.table(EngineOptions), settings.of("sampling")
+    drawing, folder = prompts.sampling(Sampling(**sampling)), None
     if prompt_cache is not None:
         from sfi_cli.commands.prompt_folder import PromptFolder
 
         folder = PromptFolder(prompt_cache, output.say)
-        options["cache"] = folder.cache
     with Progress(quiet=output.quiet) as progress:
         progress.update(f"loading {subject.name}", 0, 0)
         from sfi_core.models.rotation import check_rotation, pass_rotation
 
-        _check(policy, settings, engine, subject, audited=audit is not None)
+        _check(policy, engine, subject, audited=audit is not None)
         subject.check()
-        model, tokenizer = subject.loaded(quiet=True, check=check_rotation if engine.lossless else None)
+        model, tokenizer = subject.loaded(check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
-    limits = prompts.limits(max_new_tokens)
     shows = output.path is None and not output.json and len(rows) == 1
     run_once: Callable[..., Any] = partial(
-        decode, model, tokenizer, rows, settings.config,
-        quiet=output.quiet, max_new_tokens=limits, max_batch=max_batch, **options,
+        decode, model, tokenizer, rows, settings.config, quiet=output.quiet,
+        max_new_tokens=prompts.limits(max_new_tokens), max_batch=max_batch,
+        sampling=drawing, seed=prompts.seeds(seed), cache=folder and folder.cache,
     )  # fmt: skip
     provenance = {
         "preset": preset, "seed": seed, "revision": subject.loading["revision"], "sampling": sampling,
         "max_new_tokens": max_new_tokens,
     }  # fmt: skip
-    with recording(trace, settings.table(TraceTable), output, tokenizer=tokenizer, provenance=provenance) as (
-        watch,
-        recorder,
-    ):
-        stream = output if shows else None
+
+    def on_end(request: int, report: Any, text: str) -> None:
+        line = prompts.lines[request]
+        output.line({"id": line.id, "line": line.number, "text": text, **asdict(report)})
+
+    table = settings.table(TraceTable)
+    with recording(trace, table, output, tokenizer=tokenizer, provenance=provenance) as (observers, recorder):
         if by_line:
             output.begin_lines()
-        on_end = partial(_answer, output, prompts) if by_line else None
-        result = run_once(policy, engine, stream=stream, observers=watch, audit=audit, on_end=on_end)
+        result = run_once(
+            policy, engine, stream=output if shows else None, observers=observers, audit=audit,
+            on_end=on_end if by_line else None,
+        )  # fmt: skip
         if recorder is not None and (result.interrupted or result.error is not None):
             recorder.close("interrupted" if result.interrupted else str(result.error))
     if folder is not None:
@@ -103,12 +103,7 @@ def run(
             drafting = default_policy(lossless=True)
             other = run_once(drafting, replace(engine, lossless=True))
             document["lossless"] = {"policy": f"{drafting}, lossless", **_measured(other)}
-    _write(output, document, result.texts, shown=shows or by_line)
-    if by_line:
-        ended = sum(request.finish_reason in ENDED for request in result.report.requests)
-        more = "" if ended == len(rows) else f" of {len(rows):,}; the same command with --resume goes on"
-        output.say(f"Wrote {output.path}, {ended:,} answers{more}")
-    _fail(result)
+    _write(output, document, result, shown=shows, by_line=by_line)
     if recorder is not None and recorder.failure is not None:
         raise SfiError(f"trace {trace} must be whole, got {recorder.failure.strerror} before the run's end")
 
@@ -129,7 +124,7 @@ def recording(
         observers: list[Observer] = []
         nvtx = NvtxObserver(spans=table.spans)
         if nvtx.wants:
-            observers.append(stack.enter_context(nvtx))
+            observers.append(stack.enter_context(closing(nvtx)))
         if folder is None:
             yield observers, None
             return
@@ -147,25 +142,18 @@ def recording(
                 message(f"warning: {line}")
 
 
-def _answer(output: Output, prompts: Prompts, request: int, report: Any, text: str) -> None:
-    output.line(answer(prompts.lines[request], report, text))
-
-
-def _check(name: str, settings: Given, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
+def _check(name: str, engine: EngineOptions, subject: Subject, *, audited: bool) -> None:
     # report mistakes in settings before a large model loads
     from sfi_core.engine.attend import check_backend
-    from sfi_core.hosts.transformers.lossless import check_asked, check_drafts
-    from sfi_core.hosts.transformers.stores import check_offloads
+    from sfi_core.hosts.transformers.stores import check_able, check_lossless
     from sfi_core.models.load import resolve_device
     from sfi_core.policies import policy_class
-    from sfi_core.sizes.policy import untriggered
 
     policy = policy_class(name)
     if engine.kv_device_budget is not None:
-        check_offloads(policy, name)
+        check_able(policy, name, "offloads")
     if engine.lossless:
-        check_drafts(policy, name)
-        check_asked(untriggered(name, settings.config), name, engine, audited=audited)
+        check_lossless(policy, name, engine, audited=audited)
     check_backend(engine.backend, resolve_device(subject.loading["device"]))
 
 
@@ -256,26 +244,25 @@ def _measured(result: Any) -> dict[str, Any]:
     data: dict[str, Any] = result.report.to_dict()
     for request, text in zip(data["requests"], result.texts, strict=True):
         request["text"] = text
-    limit = None if result.byte_limit is None else asdict(result.byte_limit)
-    more = {"slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes}
-    return {**data, **more, "byte_limit": limit}
+    limit = result.byte_limit and asdict(result.byte_limit)
+    return {**data, "slots": result.slots, "peak_memory_bytes": result.peak_memory_bytes, "byte_limit": limit}
 
 
-def _write(output: Output, document: dict[str, Any], texts: list[str], *, shown: bool) -> None:
+def _write(output: Output, document: dict[str, Any], result: Any, *, shown: bool, by_line: bool) -> None:
+    # the text or the document, and the report; then the error that ended the run
     if output.json:
         output.document(document)
-    elif shown:
-        pass
-    elif len(texts) > 1:
-        output.text("".join(f"[{index}] {text.removeprefix(' ')}\n" for index, text in enumerate(texts)))
-    else:
-        output.text(f"{texts[0]}\n")
+    elif not (shown or by_line):
+        texts = [f"[{index}] {text.removeprefix(' ')}\n" for index, text in enumerate(result.texts)]
+        output.text("".join(texts) if len(texts) > 1 else f"{result.texts[0]}\n")
     for line in report_lines(document):
         output.say(line, indent=13)
-
-
-def _fail(result: Any) -> None:
-    # raise only after the text and the report are written
+    if by_line:
+        ended = sum(request.finish_reason in ENDED for request in result.report.requests)
+        more = (
+            "" if ended == len(result.texts) else f" of {len(result.texts):,}; the same command with --resume goes on"
+        )
+        output.say(f"Wrote {output.path}, {ended:,} answers{more}")
     if result.error is not None:
         raise result.error
     if result.interrupted:

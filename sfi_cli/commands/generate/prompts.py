@@ -1,9 +1,9 @@
-"""Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example; the answers to a batch."""
+"""Prompts from an argument, a file, stdin, a JSON Lines file, or the bundled example; which lines lack an answer."""
 
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -59,9 +59,7 @@ class Prompts:
 
     def limits(self, default: int) -> list[int]:
         """Return each entry's limit of new tokens; `default` for an entry without its own."""
-        if not self.lines:
-            return [default] * len(self.entries)
-        return [default if line.max_new_tokens is None else line.max_new_tokens for line in self.lines]
+        return [default if line.max_new_tokens is None else line.max_new_tokens for line in self.lines] or [default]
 
     def sampling(self, default: Sampling) -> Sampling | list[Sampling]:
         """Return the sampling of all entries, or of each if a line has a temperature of its own."""
@@ -75,14 +73,7 @@ class Prompts:
 
     def seeds(self, default: int) -> int | list[int]:
         """Return the seed of one prompt, or of each line: its own, else `default` plus the line's place."""
-        if not self.lines:
-            return default
-        return [default + line.place if line.seed is None else line.seed for line in self.lines]
-
-    @property
-    def is_example(self) -> bool:
-        """Whether the prompt is the bundled example."""
-        return self.expected is not None
+        return [default + line.place if line.seed is None else line.seed for line in self.lines] or default
 
 
 def read_prompts(argument: str | None, file: Path | None, batch: Path | None) -> Prompts:
@@ -189,8 +180,3 @@ def unanswered(prompts: Prompts, path: Path) -> Prompts:
             raise InputError(f"{path}, line {number}: must be an answer of sfi generate; resume with another output")
         answered.add(key(row["id"], row["line"]))
     return Prompts.of_lines([line for line in prompts.lines if line.key not in answered])
-
-
-def answer(line: Line, report: Any, text: str) -> dict[str, Any]:
-    """Return the answer to a line: its id and number, the text, and what --json says of a request."""
-    return {"id": line.id, "line": line.number, "text": text, **asdict(report)}

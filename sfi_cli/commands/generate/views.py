@@ -4,16 +4,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
-from sfi_core.engine.report_text import (
-    compiled_lines,
-    fused_lines,
-    launch_lines,
-    request_lines,
-    settings_line,
-    speed_words,
-    tier_lines,
-    weight_lines,
-)
+from sfi_core.engine import report_text
 from sfi_core.settings.config import changed_settings
 
 AROUND = 60  # characters shown before and after the first other token
@@ -36,18 +27,23 @@ def plan_line(plan: Any) -> str:
 
 def report_lines(document: dict[str, Any]) -> list[str]:
     """Sum a generation up: steps, reasons of slow steps, tokens read, speed, memory."""
+    config, requests = document["config"], document["requests"]
     lines = [""]
     if "exact_match" in document:
         lines.append(f"answer       {_verdict(document)}")
     elif document["model"] == "bundled":
         lines.append("note         toy model: it only recalls sentences; for your own text try --model smollm2")
-    lines.append(settings_line(changed_settings(document["config"]), document["preset"]))
-    lines += request_lines(document["requests"])
-    lines += _short_lines(document)
-    lines += tier_lines(document["kv_tiers"])
-    lines += fused_lines(document["fused"], document["left_alone"])
+    lines.append(report_text.settings_line(changed_settings(config), document["preset"]))
+    lines += report_text.request_lines(requests)
+    room = config["sink"] + config["recent"] + config["budget"]
+    longest = max((request["prompt_tokens"] + len(request["token_ids"]) for request in requests), default=room + 1)
+    if document["policy"] != "full-kv" and longest <= room:
+        read = "(sink, recent and budget) every step reads all: nothing to gain here"
+        lines.append(f"note         up to {room:,} tokens {read}")
+    lines += report_text.tier_lines(document["kv_tiers"])
+    lines += report_text.fused_lines(document["fused"], document["left_alone"])
     lines += _speed_lines(document)
-    return lines + launch_lines(document) + weight_lines(document["not_blocks"])
+    return lines + report_text.launch_lines(document)
 
 
 def _verdict(document: dict[str, Any]) -> str:
@@ -60,25 +56,15 @@ def _verdict(document: dict[str, Any]) -> str:
     return "not the expected one"
 
 
-def _short_lines(document: dict[str, Any]) -> list[str]:
-    # whether no request had a token that a fast step would not read
-    config, requests = document["config"], document["requests"]
-    room = config["sink"] + config["recent"] + config["budget"]
-    longest = max((request["prompt_tokens"] + len(request["token_ids"]) for request in requests), default=room + 1)
-    if document["policy"] == "full-kv" or longest > room:
-        return []
-    return [f"note         up to {room:,} tokens (sink, recent and budget) every step reads all: nothing to gain here"]
-
-
 def _speed_lines(document: dict[str, Any]) -> list[str]:
     rows = [(document["policy"] + ", lossless" * document["is_lossless"], document)]
     rows += [(other["policy"], other) for name in OTHERS if (other := document.get(name)) is not None]
     width = max(12, *(len(name) for name, _ in rows))
     lines = [
-        f"{name:<{width}} {speed_words(data)}, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
+        f"{name:<{width}} {report_text.speed_words(data)}, peak memory {data['peak_memory_bytes'] / 1e6:,.0f} MB"
         for name, data in rows
     ]
-    lines += compiled_lines(sum(data["compiling_seconds"] for _, data in rows))
+    lines += report_text.compiled_lines(sum(data["compiling_seconds"] for _, data in rows))
     if "comparison" in document:
         lines += _compared(rows, document["comparison"])
     if document["advice"] is not None:
@@ -94,8 +80,9 @@ def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> l
         named = (f"{name} {word}" for (name, _), word in zip(others, words, strict=True))
         return ", ".join(named) if len(others) > 1 else words[0]
 
-    same = ["yes" if _tokens(data) == _tokens(full) else "no" for _, data in others]
-    lines = [f"same tokens  {by_run(same)}", *(line for name, data in others for line in _parting(name, data, full))]
+    partings = [_parting(name, data, full) for name, data in others]
+    same = ["no" if parting else "yes" for parting in partings]
+    lines = [f"same tokens  {by_run(same)}", *(line for parting in partings for line in parting)]
     theirs = full["steady_tokens_per_second"]
     if theirs:
         ratios = [f"{data['steady_tokens_per_second'] / theirs:.2f}" for _, data in others]
@@ -125,7 +112,3 @@ def _parting(name: str, data: dict[str, Any], full: dict[str, Any]) -> list[str]
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     # how many of the first items are the same
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-
-
-def _tokens(data: dict[str, Any]) -> list[list[int]]:
-    return [request["token_ids"] for request in data["requests"]]

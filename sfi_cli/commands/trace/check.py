@@ -26,9 +26,9 @@ def check(folder: o.TraceDir, json: o.Json = False) -> None:
       sfi trace check run
     """
     from sfi_traces.health import judge
+    from sfi_traces.model.check import check as look
     from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace
-    from sfi_traces.read.check import check as look
 
     trace = Trace.open(folder)
     document = look(trace)

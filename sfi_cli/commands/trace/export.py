@@ -1,23 +1,27 @@
-"""`sfi trace export`: a trace for other programs."""
+"""`sfi trace export` and `sfi trace sql`: a trace, or a query's rows, for other programs."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
+
+import typer
 
 from sfi_cli import options as o
-from sfi_cli.commands.trace.report import beside
+from sfi_cli.commands.trace.report import beside, make_folder
 from sfi_cli.terminal.output import Output, message
-from sfi_core.errors import ConfigError, SfiError, unknown
-
-if TYPE_CHECKING:  # Arrow takes time
-    from sfi_cli.terminal.progress import Progress
-    from sfi_traces.model.trace import Trace
+from sfi_core.errors import ConfigError, unknown
+from sfi_traces.views.table import Table
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
 FORMATS = (TIMELINE, "csv", "jsonl")
+OF_A_QUERY = ("table", "csv", "json")
+MOST_ROWS = 1000
+LONGEST = 80  # characters of a cell
 
 
 def export(
@@ -48,6 +52,8 @@ def export(
       sfi trace export run --format jsonl --table steps
     """
     from sfi_cli.terminal.progress import Progress
+    from sfi_traces.export import table_text
+    from sfi_traces.export.perfetto import perfetto_text
     from sfi_traces.model.trace import Trace
     from sfi_traces.schema import TABLES
 
@@ -66,28 +72,67 @@ def export(
         paths = {name: output / f"{name}.{form}" for name in TABLES}
     trace = Trace.open(folder)
     if output is not None and len(paths) > 1:
-        _make(output)
+        make_folder(output)
     with Progress(quiet=quiet) as progress, ExitStack() as stack:
         # open all files first, so that a file that exists stops the export before anything is written
         files = {name: stack.enter_context(Output(path, force=force)) for name, path in paths.items()}
         for name, file in files.items():
-            file.pieces(_pieces(trace, name, form, progress), stack)
+            show = partial(progress.update, f"exporting {name or 'the timeline'}")
+            pieces = perfetto_text(trace, show) if name is None else table_text(trace, name, form, show)
+            file.pieces(pieces, stack)
     for path in filter(None, paths.values()):
         message(f"Wrote {path}")
 
 
-def _pieces(trace: "Trace", table: str | None, form: str, progress: "Progress") -> Iterator[str]:
-    from sfi_traces.export.perfetto import perfetto_text
-    from sfi_traces.export.rows import table_text
+def sql(
+    folder: o.TraceDir,
+    query: Annotated[str, typer.Argument(help="A statement of DuckDB's SQL.", metavar="SQL")],
+    form: Annotated[str, o.option(o.OUTPUT, "table, csv or json.", "--format")] = "table",
+    json: o.Json = False,
+    output: o.OutputPath = None,
+    force: o.Force = False,
+) -> None:
+    """Query the tables of a trace; a query cannot change the trace.
 
-    show = partial(progress.update, f"exporting {table or 'the timeline'}")
-    return perfetto_text(trace, show) if table is None else table_text(trace, table, form, show)
+    The tables are prompts, steps, verifications, selections, recalls, supports, logits and timings.
+    `SHOW TABLES` lists them, `DESCRIBE steps` shows a table's columns.
+
+    For example:
+
+      sfi trace sql run "SELECT reason, count(*) FROM steps GROUP BY reason"
+
+      sfi trace sql run "FROM supports SELECT avg(retained_mass) GROUP BY layer" --format csv -o mass.csv
+    """
+    from sfi_traces.export import Query, csv_text, json_text
+    from sfi_traces.model.trace import Trace
+
+    form = "json" if json else form
+    if form not in OF_A_QUERY:
+        raise unknown("format", form, OF_A_QUERY)
+    trace = Trace.open(folder)
+    with Output(output, force=force) as written:
+        result = Query(trace, query)
+        name, times = max(Counter(result.columns).items(), key=lambda pair: pair[1], default=("", 0))
+        if form == "json" and times > 1:
+            raise ConfigError(f"columns must differ in name, got {name!r} {times} times; use AS")
+        if form == "table":
+            written.data({}, lambda _: [_table(result.columns, result.batches())])
+        else:
+            written.pieces({"csv": csv_text, "json": json_text}[form](result.columns, result.batches()))
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:
-        raise ConfigError(f"output {folder} must be a folder for all tables, got a file") from error
-    except OSError as error:
-        raise SfiError(f"output {folder} cannot be written: {error.strerror}") from error
+def _table(columns: list[str], batches: Iterator[list[tuple[Any, ...]]]) -> Table:
+    rows = chain.from_iterable(batches)
+    shown = [[_cell(value) for value in row] for row in islice(rows, MOST_ROWS)]
+    if next(rows, None) is not None:
+        message(f"only the first {MOST_ROWS:,} rows; --format csv or json writes all")
+    return Table("", columns, shown, left=len(columns))
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    text = "" if value is None else str(value)
+    if not text.isprintable():  # a newline would break the table's line
+        text = repr(text)[1:-1]
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

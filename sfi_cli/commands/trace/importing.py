@@ -15,9 +15,7 @@ def import_(
     output: Annotated[o.File, o.output("Folder of the trace.", shown="sfi-trace-DATE-TIME")] = None,
     top: Annotated[
         o.Number,
-        typer.Option(
-            min=1, help="Only the most probable positions of each row.", show_default="all; of attention, 1024"
-        ),
+        typer.Option(min=1, help="Only the most probable positions of each row of attention.", show_default="1024"),
     ] = None,
     kv_heads: Annotated[
         o.Number,
@@ -30,7 +28,6 @@ def import_(
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence.")
     ] = None,
-    triggers: Annotated[o.Words, typer.Option("--trigger", help=o.TRIGGER, show_default="the default preset's")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,
@@ -47,15 +44,10 @@ def import_(
 
       sfi trace import attention.pt -o run --kv-heads 8 --top 256
     """
-    from sfi_cli.parsing import unescaped
     from sfi_cli.terminal.progress import Progress
-    from sfi_core.errors import ConfigError
     from sfi_core.models.load import load_tokenizer
-    from sfi_core.settings.config import SfiConfig
-    from sfi_traces.importing.importer import import_trace
+    from sfi_traces.importing import import_trace
 
-    if triggers and tokenizer is None:
-        raise ConfigError("trigger must come with --tokenizer, got none")
     folder = output or dated_folder("sfi-trace")
     with Progress(quiet=quiet) as progress:
         manifest = import_trace(
@@ -64,18 +56,14 @@ def import_(
             top=top,
             kv_heads=kv_heads,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
-            triggers=unescaped(triggers) if triggers else SfiConfig().triggers,
             force=force,
             progress=lambda done, total: progress.update("importing", done, total),
         )
-    document: dict[str, Any] = {
-        "trace": str(folder),
-        **{name: manifest[name] for name in ("imported", "model", "audit", "prompts", "tables")},
-        "trigger_token_ids": manifest["trigger_token_ids"],
-    }
+    names = ("imported", "model", "audit", "prompts", "tables", "trigger_token_ids")
+    document = {"trace": str(folder), **{name: manifest[name] for name in names}}
     if json:
-        Output(json=True).data(document, import_text)
-    elif not quiet:
+        Output().document(document)
+    else:
         Output(quiet=quiet).say(import_text(document))
 
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Annotated, Any, get_type_hints
 
 from sfi_cli import options as o
-from sfi_cli.commands.generate.command import generate
+from sfi_cli.commands.generate import generate
 from sfi_cli.commands.trace.report import report_after
 from sfi_cli.terminal.output import dated_folder
 
@@ -47,9 +47,9 @@ def _take_options_of_generate() -> None:
         for name, parameter in inspect.signature(generate).parameters.items()
         if name not in ELSEWHERE
     ]
-    own = [p for p in inspect.signature(record).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    record.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
-    record.__annotations__ = {p.name: p.annotation for p in (*shared, *own)}
+    ours = [p for p in inspect.signature(record).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    record.__signature__ = inspect.Signature([*shared, *ours])  # type: ignore[attr-defined]
+    record.__annotations__ = {p.name: p.annotation for p in (*shared, *ours)}
 
 
 _take_options_of_generate()

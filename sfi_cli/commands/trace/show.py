@@ -1,10 +1,22 @@
-"""`sfi trace show`: a trace in numbers."""
+"""`sfi trace show`: a trace in numbers, or what a step of it read."""
 
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from sfi_cli import options as o
+from sfi_cli.commands.trace.show_views import full_text, show_text
+from sfi_cli.terminal.output import Output
+from sfi_cli.terminal.tables import Part
+from sfi_core.errors import ConfigError
+from sfi_core.machine.text import printable
+from sfi_traces.views.table import Columns, Row, Table, count, dense_words, number, plural
+
+MOST_ROWS = 20
+LONGEST_PASSAGE, LONGEST_HEADS = 90, 36  # characters
+MOST_REFRESHES = 6
 
 
 def show(
@@ -36,10 +48,6 @@ def show(
 
       sfi trace show run --step 40 --layer 3 --head 1
     """
-    from sfi_cli.commands.trace.full_views import full_text
-    from sfi_cli.commands.trace.show_views import show_text, step_text
-    from sfi_cli.terminal.output import Output
-    from sfi_core.errors import ConfigError
     from sfi_traces.model.request import Request
     from sfi_traces.model.trace import Trace
     from sfi_traces.summary import summarize
@@ -54,3 +62,70 @@ def show(
         else:
             words = step_words(Request(trace, request, layer, head), step)
             written.data(words.to_dict(), step_text)
+
+
+def step_text(step: Row) -> list[Part]:
+    """Return facts of the step, the passages that it read, and the passages that it missed."""
+    parts: list[Part] = [Table("", (), [*_lines(step)]), ""]
+    parts += [f"note: {note}" for note in step["notes"]]
+    title = "Passages that it read"
+    if any(passage["part"] == "all" for passage in step["passages"]):
+        title = "Passages it looked at most, of all that it read"
+    parts.append(_passages(title, step, step["passages"]))
+    if step["missed"]:
+        title = "Passages that dense attention looked at, and the step did not read"
+        parts.append(_passages(title, step, step["missed"]))
+    elif not step["masses"]:
+        parts.append("not recorded: mass, for the imported file has none")
+    elif not step["audited"]:
+        parts.append("not recorded: mass, and what the step should have read (audit the step: --audit N)")
+    return parts
+
+
+def _lines(step: Row) -> Iterator[tuple[str, str]]:
+    kind = f"slow, {step['reason']}" if step["slow"] else "fast"
+    yield "step", f"{step['step']}: {kind}, gave {printable(step['token'])!r}"
+    if dense := step["dense"]:
+        same = "the same token" if dense["argmax_agrees"] else dense_words(dense)
+        yield "full attention", f"{same}, KL {number(dense['kl_next_token'], 4)}"
+    yield "read", f"{number(step['attended'], 0)} of {count(step['context'])} tokens a KV head, on average"
+    if refreshed := step["refreshed"]:
+        shown = ", ".join(map(str, refreshed[-MOST_REFRESHES:]))
+        more = f", and {len(refreshed) - MOST_REFRESHES:,} earlier ones" * (len(refreshed) > MOST_REFRESHES)
+        yield "selected at", f"step {shown}{more}"
+    looked, audited = (sum(len(place["heads"]) for place in step[name]) for name in ("places", "audited"))
+    audit = f", {audited or 'none'} of them audited at this step" * step["masses"]
+    yield "of", plural(looked, "KV head") + audit
+
+
+def _passages(title: str, step: Row, passages: Sequence[Row]) -> Table:
+    if (more := len(passages) - MOST_ROWS) > 0:
+        title += f"; the first {MOST_ROWS}, and {more:,} more in --json"
+    if step["audited"]:
+        held = sum(passage["mass"] or 0.0 for passage in passages)
+        title += f"; all hold {held:.1%} of the attention"
+    return Table.of(title, PASSAGES, passages[:MOST_ROWS], left=4, spare=("layer: heads", "tokens"))
+
+
+def _where(places: Sequence[Row]) -> str:
+    text = "; ".join(f"{place['layer']}: {' '.join(map(str, place['heads']))}" for place in places)
+    return text if len(text) <= LONGEST_HEADS else f"{text[: LONGEST_HEADS - 1]}…"
+
+
+def _shortened(text: str) -> str:
+    text = printable(text)
+    if len(text) <= LONGEST_PASSAGE:
+        return text
+    half = (LONGEST_PASSAGE - 3) // 2
+    return f"{text[:half]} … {text[-half:]}"
+
+
+PASSAGES: Columns = {
+    "positions": lambda passage: f"{passage['first']}-{passage['last']}",
+    "part": (str, "part"),
+    "text": (_shortened, "text"),
+    "layer: heads": (_where, "places"),
+    "heads": (count, "heads"),
+    "tokens": (count, "tokens"),
+    "mass": (partial(number, digits=4), "mass"),
+}

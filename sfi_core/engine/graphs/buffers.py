@@ -1,4 +1,4 @@
-"""The buffers at fixed addresses that a run's CUDA graphs read and write."""
+"""The buffers at fixed addresses that a run's CUDA graphs read and write; and which step they will describe next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,10 +6,13 @@ from typing import NamedTuple, Self
 
 import torch
 
-from sfi_core.engine.batch_pass import Requests, Rows, plan, work_room
+from sfi_core.engine.batch_pass import Requests, Rows, known_requests, plan, work_room
+from sfi_core.engine.ledger import RequestPass, enter, plan_step
+from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.kv_store import KVStore
-from sfi_kernels.step_descriptor import IDLE, StepDescriptor, StepRequest, describe_step
+from sfi_core.state.request import RequestState
+from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
 Selections = dict[tuple[int, ...], Selection]  # by the layers that selected together
 
@@ -24,14 +27,11 @@ class Kind(NamedTuple):
 
 @dataclass(slots=True)
 class StepBuffers:
-    """Step descriptors in buffers that every step overwrites, and the results of the step's layers.
+    """Step descriptors in buffers that every step overwrites, in place of `FreshDescriptors`, and the layers' results.
 
-    Takes the place of `FreshDescriptors` in a run. The store's pages are allocated for the whole run. A step
-    decodes at most `most` tokens of a request.
-    `descriptor` and `dense`, for `dense_layers`, are the last step's; `launched` says whether the step under
-    way was launched before it began. `rows` are the slow requests, None for a step that refreshes nothing. By
-    layer, `selections` has what was selected and `queries` the last step's query, [B, H, G, D], for the
-    audit; None without one.
+    The store's pages are allocated for the whole run. A step decodes at most `most` tokens of a request. `descriptor`
+    and `dense`, for `dense_layers`, are the last step's. `rows` are the slow requests, None for a step that refreshes
+    nothing. By layer, `selections` has what was selected and `queries`, for an audit, the last step's, [B, H, G, D].
     """
 
     store: KVStore
@@ -75,10 +75,7 @@ class StepBuffers:
         return {request: place for place, request in enumerate(self.descriptor.slow)}
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """Describe the step that begins, unless `write` described the same step ahead.
-
-        A request that has stopped since the step was launched is still computed; its result is discarded.
-        """
+        """Describe the step that begins, unless `write` described it ahead, up to requests that have stopped since."""
         requests = known.requests
         self.launched = self._ahead and all(
             new == old or new.mode == IDLE for new, old in zip(requests, self._written, strict=True)
@@ -97,17 +94,15 @@ class StepBuffers:
             self.dense = describe_again(known.dense, self.dense, self.most)
 
     def forget(self) -> None:
-        """Forget a step described ahead, since the next step does not use these buffers."""
+        """Forget a step described ahead."""
         self._ahead = False
 
     def keep(self, layer: int, query_BHGD: torch.Tensor) -> None:
         """Keep a layer's query for the audit, in a buffer that all graphs write."""
-        if self.queries is None:
-            return
-        if layer not in self.queries:
-            # not inside a capture: a recorder first runs the work unrecorded
-            self.queries[layer] = torch.empty_like(query_BHGD)
-        self.queries[layer].copy_(query_BHGD)
+        if self.queries is not None:
+            if layer not in self.queries:  # not inside a capture: a recorder first runs the work unrecorded
+                self.queries[layer] = torch.empty_like(query_BHGD)
+            self.queries[layer].copy_(query_BHGD)
 
     def begin(self) -> None:
         """Do the device's work that a step does once for all layers."""
@@ -115,17 +110,15 @@ class StepBuffers:
         for step in (self.descriptor, self.dense):
             if step is not None:
                 plan(step, self.store, self.device)
-        self.rows = None
-        if self.refreshes:
-            sink, table_BP = self.policy.config.sink, self.store.block_table_BP
-            self.rows = Rows.of_slow(sink, self.descriptor, table_BP)
+        sink, table_BP = self.policy.config.sink, self.store.block_table_BP
+        self.rows = Rows.of_slow(sink, self.descriptor, table_BP) if self.refreshes else None
 
 
 def describe_again(requests: Sequence[StepRequest], known: StepDescriptor, most: int) -> StepDescriptor:
-    """Write a decoding step's descriptor over the buffer of `known`, without a plan.
+    """Write a decoding step's descriptor over the buffer of `known`, without a plan; T is that of `known`.
 
-    The lists of slow requests are padded to a power of two, or to the batch; T is that of `known`. A request's drafted
-    tokens are padded to a power of two as well; with its first token a request has at most `most`.
+    The lists of slow requests, and a request's drafted tokens, are padded to a power of two, at most the batch and
+    `most` with the first token.
     """
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)
@@ -142,3 +135,41 @@ def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescript
     # leave out the requests that have stopped since the step was described
     slow, fast = (tuple(row for row in rows if requests[row].mode != IDLE) for rows in (step.slow, step.fast))
     return replace(step, slow=slow, fast=fast)
+
+
+def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
+    """Foresee the next step if no request stops and none joins: the argument of `StepBuffers.write`, and the states.
+
+    None if the step depends on its tokens, is audited, or would not fit the store.
+    """
+    if tokens_decide(run):
+        return None
+    states = [replace(state) for state in run.requests]
+    passes = plan_step(run.policy, states)
+    if _audited(run, passes):
+        return None
+    for state, request in zip(states, passes, strict=True):
+        enter(state, request, run.policy)
+    if max(state.length for state in states) > run.store.capacity:
+        return None
+    return known_requests(passes, states, run.policy), states
+
+
+def audits_next(run: Run) -> bool:
+    """Say whether the next step is audited for any request: such a step is not replayed."""
+    return run.audit is not None and _audited(run, plan_step(run.policy, run.requests))
+
+
+def _audited(run: Run, passes: Sequence[RequestPass]) -> bool:
+    audit = run.audit
+    return audit is not None and any(
+        audit.due(state.step + 1, slow=request.kind == SLOW)
+        for state, request in zip(run.requests, passes, strict=True)
+        if request.generates
+    )
+
+
+def tokens_decide(run: Run) -> bool:
+    """Say whether a step's input tokens decide if it is slow."""
+    config = run.policy.config
+    return config.trigger_policy == "boundary" and config.trigger_delay == 0

@@ -53,10 +53,7 @@ class CudaRecorder:
 
 @contextmanager
 def refuse_waiting() -> Iterator[None]:
-    """Refuse operations in the body that wait for the device: a graph cannot hold them.
-
-    Raise `BackendError` for one; the message names it and the module that calls it.
-    """
+    """Raise `BackendError` for operations in the body that wait for the device: a graph cannot hold them."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that the mode is a prototype
@@ -86,9 +83,7 @@ def asked_by(error: BaseException) -> str:
     return "outside the model's modules"
 
 
-def make_recorder(device: torch.device) -> Recorder:
-    """Make a recorder for a device."""
-    return CudaRecorder(device)
+make_recorder: Callable[[torch.device], Recorder] = CudaRecorder
 
 
 def can_record(device: torch.device) -> bool:
@@ -98,12 +93,8 @@ def can_record(device: torch.device) -> bool:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now, and none inside.
-
-    Freeing a CUDA graph during the capture of another makes the capture fail, and the collector frees graphs
-    in circles of references: torch.cuda.graph has not collected first since 2.9.
-    """
-    gc.collect()
+    """Collect garbage now, and none inside: freeing a CUDA graph makes the capture of another fail."""
+    gc.collect()  # torch.cuda.graph has not since 2.9
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,8 +12,7 @@ import torch
 from sfi_core.engine.attend import count_attention, lacking, prepare, read
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.batch_pass import FreshDescriptors, Rows
-from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers
-from sfi_core.engine.graphs.lookahead import foresee
+from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import SeenLayer
@@ -33,15 +32,11 @@ ForwardPass = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step that was recorded, or that ran kernel by kernel.
-
-    `selections` are its buffers by layer. `side` is kept because it holds the events that order the graph's
-    two streams. `replay` repeats the device's work; None for a step that was not recorded.
-    """
+    """A step that was recorded, so that `replay` repeats the device's work, or that ran kernel by kernel."""
 
     selections: Selections
     launches: Counter[str]
-    side: SideStream
+    side: SideStream  # holds the events that order the graph's two streams
     replay: Work | None = None
 
     def repeat(self) -> None:
@@ -56,19 +51,15 @@ class StepGraphs:
     A request that brings fewer tokens than another has padding before them, whose keys are not kept and whose logits
     nobody reads. The device's part of a step launches the same kernels on the same buffers every time; it is recorded.
     The host's part plans the step, describes it in those buffers, and afterwards updates counts and states.
-
-    Attributes:
-        given_up: Why recording failed, after which this object must not be used; "" otherwise.
+    `given_up` says why recording failed, after which this object must not be used.
     """
 
     def __init__(
         self, run: Run, forward: ForwardPass, recorder: Recorder, *, required: bool, patient: bool = True
     ) -> None:
-        """Take over a run's decoding steps.
+        """Take over a run's decoding steps, after its prefill; if `required`, a model must not wait for the device.
 
-        The run is after its prefill. If `required`, a model that waits for the device is an error. If
-        `patient`, a kind of steps other than the plain fast one is recorded only when it comes for the second
-        time: recording takes as long as three steps.
+        If `patient`, only plain fast steps are recorded at the first of a kind: recording takes as long as three steps.
         """
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
@@ -85,10 +76,9 @@ class StepGraphs:
         self._wants = SelectionEvent in run.observer.wants
 
     def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Decode the tokens that the requests bring, at least one each.
+        """Decode the tokens that the requests bring, at least one each, in a step that the run has begun.
 
-        Return the logits, [B * W, V], which the next step overwrites; a request's own are the last of W. The
-        run has begun the step: it is described in the buffers, and known whether `ahead` launched it. Raise
+        Return the logits, [B * W, V], which the next step overwrites; a request's own are the last of W. Raise
         `BackendError` if the model waits for the device within a step, and graphs are required.
         """
         run, buffers = self._run, self._buffers
@@ -138,11 +128,10 @@ class StepGraphs:
         self._keeps = False
 
     def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the next step, if it can be foreseen, before the host reads its tokens.
+        """Launch the next step, if it can be foreseen, before the host reads its tokens from the device.
 
-        If the step turns out differently (a new request took a row), `step` runs it again and overwrites all
-        that this launch wrote: keys go to the same places, and a request whose segment this launch wrote, a
-        slow one, is slow in the step itself too or has left. The tokens are still on the device.
+        If the step turns out differently (a new request took a row), `step` runs it again and overwrites all that this
+        launch wrote: keys go to the same places, and a slow request, whose segment it wrote, is slow again or has left.
         """
         foreseen = None if self.given_up else foresee(self._run)
         if foreseen is None:
@@ -168,14 +157,14 @@ class StepGraphs:
         if kind not in self._graphs:
             if self._needed is not None and kind not in self._needed:
                 self._needed.add(kind)
-                return self._unrecorded()
+                return self._run_once()
             try:
-                self._graphs[kind] = self._recorded()
+                self._graphs[kind] = self._run_once(records=True)
             except BackendError as error:
                 if self._required:
                     raise
                 self.given_up = str(error)
-                return self._unrecorded()
+                return self._run_once()
         self._graphs[kind].repeat()
         return self._graphs[kind]
 
@@ -184,31 +173,21 @@ class StepGraphs:
         step = self._buffers.descriptor
         return self._token_X[: step.batch * step.queries].view(step.batch, -1)
 
-    def _recorded(self) -> StepGraph:
-        with self._apart():
-            replay = self._recorder(self._work)
-            return replace(self._left(), replay=replay)
-
-    def _unrecorded(self) -> StepGraph:
-        with self._apart():
-            self._work()
-            return self._left()
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
+    def _run_once(self, *, records: bool = False) -> StepGraph:
         # the work uses counters, a ring and events of its own, and no spans
-        run = self._run
+        run, replay = self._run, None
         kernels, maintenance, observer = run.meter.kernels, run.maintenance, run.observer
         began = time.perf_counter()
         run.observer = Observers([observer], spans=False)
         try:
-            yield
+            if records:
+                replay = self._recorder(self._work)
+            else:
+                self._work()
+            return StepGraph(self._buffers.selections, run.meter.kernels, run.maintenance.side, replay)
         finally:
             run.meter.kernels, run.maintenance, run.observer = kernels, maintenance, observer
             run.meter.recording_seconds += time.perf_counter() - began
-
-    def _left(self) -> StepGraph:
-        return StepGraph(self._buffers.selections, self._run.meter.kernels, self._run.maintenance.side)
 
     def _work(self) -> None:
         # the device's part of a step that the host has described
@@ -231,15 +210,19 @@ class StepGraphs:
         run.meter.kernels.update(done.launches)
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
-            selections = {layers: _copied(selection) for layers, selection in selections.items()}
+            selections = {
+                layers: replace(
+                    selection,
+                    index_BHK=selection.index_BHK.clone(),
+                    diagnostics={name: value.clone() for name, value in selection.diagnostics.items()},
+                )
+                for layers, selection in selections.items()
+            }
         note_step(run, selections, self._buffers.places)
 
 
 def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """Attend as an eager decoding step does, without host data that changes by step: those are in the buffers.
-
-    `note_step` is the host half, once the step has been replayed.
-    """
+    """Attend as an eager decoding step does; host data that changes by step is in the buffers."""
     assert isinstance(layer, Layer), "the engine's own"
     run, rows = layer.run, buffers.rows
     step = buffers.dense if layer.left_dense else buffers.descriptor
@@ -263,17 +246,13 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
 def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
     layers = [each.layer for each in handed]
     with layers[0].run.launches():
-        selection, _ = select(layers, rows, None, *joined(handed))
+        selection, _ = select(layers, rows, None, joined(handed))
     assert selection is not None, "a policy that needs only the evidence selects"
     buffers.selections[tuple(layer.index for layer in layers)] = selection
 
 
 def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> None:
-    """Update the host's counts and states after a replayed step, and tell the observer: the host half.
-
-    The run's step has been described. `places` has the slow requests' rows in the selections, by their rows
-    in the batch.
-    """
+    """Update counts and states after a replayed step, and tell the observer; `places` has slow rows' in selections."""
     batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
     for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
@@ -288,8 +267,3 @@ def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> No
         run.meter.count("triton.selector", len(layers) * len(full))
         note(run, layers, bare, Selection(selection.index_BHK[:, :, :0]))
         note(run, layers, full, selection)
-
-
-def _copied(selection: Selection) -> Selection:
-    diagnostics = {name: value.clone() for name, value in selection.diagnostics.items()}
-    return replace(selection, index_BHK=selection.index_BHK.clone(), diagnostics=diagnostics)

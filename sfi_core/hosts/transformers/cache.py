@@ -3,22 +3,15 @@
 The argument is `past_key_values`, which transformers 5.24 renamed to `cache`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, Self
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import DynamicCache, PreTrainedModel, cache_utils
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sfi_core.engine.prompt_cache import PromptCache
@@ -40,8 +33,8 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 class RaggedRow:
     """The mapping between a row of X tokens and the padded batch [B, T] of an attention layer.
 
-    `place_BT` are the places in the row of each request's tokens, the last of T, 0 for padding; `place_X`
-    those of the row's tokens in the flattened batch.
+    `place_BT`: where in the row each request's tokens are, the last of T, 0 for padding; `place_X`: where in the
+    flattened batch the row's tokens are.
     """
 
     place_BT: torch.Tensor
@@ -50,14 +43,10 @@ class RaggedRow:
     @classmethod
     def of(cls, count: Sequence[int], device: torch.device) -> Self:
         """Lay out `count` tokens of each request."""
-        T, begin = max(count), 0
-        place_BT: list[list[int]] = []
-        place_X: list[int] = []
-        for row, tokens in enumerate(count):
-            place_BT.append([0] * (T - tokens) + list(range(begin, begin + tokens)))
-            place_X += range(row * T + T - tokens, (row + 1) * T)
-            begin += tokens
-        return cls(sent(torch.tensor(place_BT), device), sent(torch.tensor(place_X), device))
+        T = max(count)
+        present_BT = torch.arange(T) >= T - torch.tensor(count)[:, None]
+        place_BT = (present_BT.flatten().cumsum(0) - 1).view_as(present_BT) * present_BT
+        return cls(sent(place_BT, device), sent(present_BT.flatten().nonzero()[:, 0], device))
 
     def padded(self, row_1HXD: torch.Tensor) -> torch.Tensor:
         """Return a row of queries, keys or values as a padded batch, [B, H, T, D]."""
@@ -74,8 +63,6 @@ class RaggedRow:
 class SfiLayer(CacheLayerMixin):
     """A full-attention layer of the cache; the run's pages hold the keys."""
 
-    is_compileable = False
-    is_croppable = False
     is_sliding = False
 
     def __init__(self, index: int, model: str = "") -> None:
@@ -92,10 +79,7 @@ class SfiLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the new keys, which `sfi_attention` stores when they arrive there.
-
-        Multi-head latent attention passes latents here, and expands them afterwards.
-        """
+        """Return the new keys, maybe latents, which `sfi_attention` stores when they arrive there, expanded."""
         if self.run is None:
             raise UnsupportedModelError("an sfi cache works inside slow_fast(...) only")
         if not self.is_initialized:
@@ -104,15 +88,8 @@ class SfiLayer(CacheLayerMixin):
         self.pending = True
         return key_states, value_states
 
-    def resume(self, seen: int) -> None:
-        """Begin with `seen` padded tokens that the run's pages hold already."""
-        self.seen, self.is_initialized = seen, True
-
     def store(self, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, index: int) -> Run:
-        """Store the attention's keys and values in the run's pages, once `update` has seen them.
-
-        `index` is the layer that attends; another one than this reads what this one has stored.
-        """
+        """Store the attention's keys and values in the run's pages; if another layer attends, lend it ours."""
         assert self.run is not None, "`update` has seen it"
         if index != self.index:
             self.run.lend(self.index, index)
@@ -137,10 +114,6 @@ class SfiLayer(CacheLayerMixin):
         """Refuse: a run has one prompt."""
         raise UnsupportedModelError("an sfi cache cannot be reset; make a new one")
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Refuse: beam search would move a request's state."""
-        raise UnsupportedModelError("beam search does not run under sfi; use num_beams=1")
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Refuse: a model that copies a layer adds layers to the cache. A Dory does so where it loops over layers."""
         raise UnsupportedModelError(f"{self.model} copies layer {self.index} of its cache, which sfi does not know")
@@ -158,20 +131,6 @@ class SfiStateLayer(SfiLayer, LinearAttentionLayer):
         (SfiLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
 
-def _ours(index: int, layer: Any, model: str) -> Any:
-    # full attention gets a layer of ours; windows, states and layers without a cache stay as they are
-    if type(layer) is DynamicLayer:
-        return SfiLayer(index, model)
-    if type(layer) is LinearAttentionAndFullAttentionLayer:
-        return SfiStateLayer(index, model, layer.number_of_states)
-    return layer
-
-
-def _fresh_layers(model: PreTrainedModel) -> list[Any]:
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return [_ours(index, layer, type(model).__name__) for index, layer in enumerate(layers)]
-
-
 class StepsOfACache(Protocol):
     """The replayed steps of a run under a loop that is not sfi's (`replays.Replays`)."""
 
@@ -185,15 +144,25 @@ class StepsOfACache(Protocol):
         """Run the pass in the body module by module."""
 
 
-class SfiCache(Cache):
+def _fresh_layers(model: PreTrainedModel) -> list[Any]:
+    layers = list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
+    for index, layer in enumerate(layers):  # windows, states and layers without a cache stay as they are
+        if type(layer) is cache_utils.DynamicLayer:
+            layers[index] = SfiLayer(index, type(model).__name__)
+        elif type(layer) is cache_utils.LinearAttentionAndFullAttentionLayer:
+            layers[index] = SfiStateLayer(index, type(model).__name__, layer.number_of_states)
+    return layers
+
+
+class SfiCache(cache_utils.Cache):
     """transformers' view of a run: `SfiLayer` for full attention, its own layers for windows and states.
 
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
     request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
-    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward
-    pass. `known` is the prompt of the last call of `model.generate`, for the next one; `on_prompt_end` is called with
-    the padded tokens so far when a prompt has been read.
+    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward pass.
+    `owners` are the layers that read another layer's keys, with that layer; `known` is the prompt of the last call of
+    `model.generate`; `on_prompt_end` hears of the padded tokens so far when a prompt has been read.
 
     Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
     spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
@@ -201,7 +170,11 @@ class SfiCache(Cache):
     """
 
     def __init__(
-        self, model: PreTrainedModel, capacity: int | None, prompt_length: int | None, stop_ids: frozenset[int]
+        self,
+        model: PreTrainedModel,
+        capacity: int | None = None,
+        prompt_length: int | None = None,
+        stop_ids: frozenset[int] = frozenset(),
     ) -> None:
         text, self.name = model.config.get_text_config(decoder=True), type(model).__name__
         super().__init__(layers=_fresh_layers(model))
@@ -219,10 +192,10 @@ class SfiCache(Cache):
         self.known: PromptCache | None = None
         self.on_prompt_end: Callable[[int], None] | None = None
 
-    def renew(self, model: PreTrainedModel, capacity: int | None) -> None:
-        """Begin anew, with room for `capacity` tokens a request or, if that is more, for as many as before."""
+    def renew(self, model: PreTrainedModel, capacity: int) -> None:
+        """Begin anew, with room for at least `capacity` tokens a request."""
         self.layers, self.run, self.replays = _fresh_layers(model), None, None
-        self.capacity = max(self.capacity or 0, capacity or 0) or None
+        self.capacity = max(self.capacity or 0, capacity)
 
     @property
     def managed(self) -> list[SfiLayer]:
@@ -233,8 +206,7 @@ class SfiCache(Cache):
         """Return the number of the full-attention layer that a module computes, and the layer with its keys.
 
         None for transformers' own layers. A module that several layers share (Zamba, HRM) has no number, or one
-        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for a layer whose keys are
-        nowhere, or that attends to them twice.
+        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for keys nowhere or read twice.
         """
         index = -1 if module.layer_idx is None else module.layer_idx
         owner = self.owners.get(index, index)
@@ -262,15 +234,6 @@ class SfiCache(Cache):
         for layer in self.managed:
             layer.seen = seen
 
-    @contextmanager
-    def planning(self) -> Iterator[None]:
-        """Inside, the engine has planned the forward passes over this cache."""
-        self.planned = True
-        try:
-            yield
-        finally:
-            self.planned = False
-
     def attach(self, run: Run) -> Self:
         """Give the layers their run for a forward pass."""
         self.run = run
@@ -280,12 +243,12 @@ class SfiCache(Cache):
 
     def seat(self, row: int, other: Self, width: int) -> None:
         """Give a row to a request that was read alone; the longest now has `width` tokens."""
-        for ours, theirs in zip(self.layers, other.layers, strict=True):
-            seat_states(ours, row, theirs)
-            if isinstance(ours, SfiLayer):
-                ours.seen = width
-            elif getattr(ours, "is_sliding", False):
-                seat_window(ours, row, theirs, width)
+        for layer, alone in zip(self.layers, other.layers, strict=True):
+            seat_states(layer, row, alone)
+            if isinstance(layer, SfiLayer):
+                layer.seen = width
+            elif getattr(layer, "is_sliding", False):
+                seat_window(layer, row, alone, width)
         self.prompt_length = width  # so that what comes next is no piece of a prompt
 
     def taken(self) -> list[dict[str, Any]]:
@@ -298,10 +261,7 @@ class SfiCache(Cache):
             layer.__dict__.update(taken(values))
 
     def detach(self) -> None:
-        """Take the run from the layers, which then refuse keys until the next pass.
-
-        Raise `UnsupportedModelError` if keys of the last pass did not reach `sfi_attention`, or the cache.
-        """
+        """Take the run from the layers; raise `UnsupportedModelError` for keys that missed attention or cache."""
         for layer in self.managed:
             layer.run = None
         if missed := [layer.index for layer in self.managed if layer.pending]:
@@ -313,10 +273,7 @@ class SfiCache(Cache):
 
 
 def owners(text: Any) -> dict[int, int]:
-    """Return the layers of a text config that read another layer's keys, with that layer (Gemma 3n, Gemma 4).
-
-    It is the last of the same kind that has keys of its own.
-    """
+    """Return the layers of a text config that read the keys of the last of their kind with its own (Gemma 3n and 4)."""
     shared, kinds = getattr(text, "num_kv_shared_layers", None) or 0, getattr(text, "layer_types", None) or []
     first = len(kinds) - shared
     last = {kind: index for index, kind in enumerate(kinds[:first])}

@@ -14,24 +14,20 @@ from sfi_core.models.source import HEADS, folder_of, model_digest
 from sfi_core.policies import Policy
 from sfi_core.policies.built_in.synckv import SyncKV
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
-# by setting: what it asks for, and the values that ask for nothing
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "num_beams": ("beam search", (None, 1)),
-    "constraints": ("constrained beam search", (None,)),
-    "force_words_ids": ("constrained beam search", (None,)),
-    "assistant_model": ("assisted decoding", (None,)),
-    "assistant_early_exit": ("assisted decoding", (None,)),
-    "use_mtp": ("multi-token prediction", (None, False)),
-    "prompt_lookup_num_tokens": ("prompt-lookup decoding", (None,)),
-    "penalty_alpha": ("contrastive search", (None, 0)),
-    "dola_layers": ("DoLa decoding", (None,)),
-    "guidance_scale": ("classifier-free guidance", (None, 1)),
-    "cache_implementation": ("another cache", (None, "hybrid")),  # transformers drops "hybrid" too
-    "custom_generate": ("a custom generate", (None,)),
-    "output_attentions": ("reading attention weights", (None, False)),
-}
+# arguments and settings of `model.generate`: other ways to decode, and what a lossless run has not
+REFUSED = (
+    "num_beams", "constraints", "force_words_ids", "assistant_model", "assistant_early_exit", "use_mtp",
+    "prompt_lookup_num_tokens", "penalty_alpha", "dola_layers", "guidance_scale", "cache_implementation",
+    "custom_generate", "output_attentions",
+)  # fmt: skip
+NOT_LOSSLESS = (
+    "output_scores", "output_logits", "output_hidden_states", "stop_strings", "token_healing", "max_time",
+    "stopping_criteria", "inputs_embeds", "position_ids", "remove_invalid_values",
+)  # fmt: skip
+# values that ask for nothing; transformers drops "hybrid" too
+HARMLESS = {"num_beams": 1, "penalty_alpha": 0, "guidance_scale": 1, "cache_implementation": "hybrid"}
 
 # caches of layers that sfi knows, by name, since not every release has all of them
 KNOWN = {
@@ -43,8 +39,7 @@ KNOWN = {
 def prompt_tokens(mask: Any, batch: int, new: int, seen: int, *, final: bool) -> list[int]:
     """Count each request's own tokens among the `new` ones of a padded batch.
 
-    Raise `ConfigError` for a mask that is not two-dimensional, does not fit the batch, or pads elsewhere than on the
-    left, and `InputError` for a prompt of padding only.
+    Raise `ConfigError` for a mask that is not [batch, tokens], padded on the left, `InputError` for an empty prompt.
     """
     if mask is None:
         return [new] * batch
@@ -70,13 +65,14 @@ def check_cache(cache: Any) -> None:
         raise ConfigError(f"{CACHE_NAME} must be an sfi cache, got {type(cache).__name__}; {way}")
 
 
-def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a generation mode that SFI does not run."""
-    for name, (what, harmless) in REFUSED.items():
+def refuse_modes(settings: Any, kwargs: Mapping[str, Any], *, lossless: bool) -> None:
+    """Raise `ConfigError` for arguments of `model.generate` that do not run under sfi, or not losslessly."""
+    for name in REFUSED + (NOT_LOSSLESS if lossless else ()):
         value = kwargs.get(name, getattr(settings, name, None))
-        if not any(value is ok or value == ok for ok in harmless):
-            shown = type(value).__name__ if hasattr(value, "forward") else repr(value)
-            raise ConfigError(f"{what} does not run under sfi, got {name}={shown}")
+        if not (value is None or value is False or value == [] or value == HARMLESS.get(name)):
+            where = "under sfi" if name in REFUSED else "in a lossless run"
+            shown = repr(value) if isinstance(value, int | float | str) else type(value).__name__
+            raise ConfigError(f"{name} must be left out {where}, got {shown}")
     if settings.use_cache is False:
         raise ConfigError("use_cache must be true under sfi, got False")
 
@@ -84,7 +80,7 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any]) -> None:
 def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the layers that SFI acts on; raise `UnsupportedModelError` as `check_supported`."""
     check_supported(model)
-    cache = SfiCache(model, None, None, frozenset())
+    cache = SfiCache(model)
     managed = {layer.index for layer in cache.managed}
     return (*sorted(managed), *(index for index, owner in cache.owners.items() if owner in managed))
 

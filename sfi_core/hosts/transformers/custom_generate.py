@@ -7,7 +7,7 @@ import torch
 from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens, refuse_modes
-from sfi_core.hosts.transformers.generate_call import going_on, lossless_decoding, prepared_cache
+from sfi_core.hosts.transformers.generate_call import going_on, lossless_decoding
 from sfi_core.hosts.transformers.slow_fast import slow_fast
 from sfi_core.settings.config import SfiConfig, checked_config
 from sfi_core.settings.engine import EngineOptions
@@ -37,20 +37,18 @@ def custom_generate(
     """
     config = checked_config(config)
     config = config if budget is None else config.replace(budget=budget)
-    refuse_modes(generation_config, {})
     given = prepared.pop(CACHE_NAME, None)
     decoding = logits_processor, stopping_criteria, generation_config
     with slow_fast(model, tokenizer, config, policy=policy, engine=engine) as session:
-        if session.engine.lossless:
+        lossless = session.engine.lossless
+        refuse_modes(generation_config, {}, lossless=lossless)
+        if lossless:
             return lossless_decoding(session, streamer, PromptCache())(model, input_ids, *decoding, **prepared)
         B, T = input_ids.shape
-        cache, capacity = given if isinstance(given, SfiCache) else None, generation_config.max_length
-        cache = prepared_cache(session, cache, capacity, T, generation_config)
+        cache = given if isinstance(given, SfiCache) else session.cache(generation_config.max_length)
         count = prompt_tokens(prepared.get("attention_mask"), B, T, 0, final=True)
-        known = going_on(session, cache, input_ids, count, generation_config)
-        output = model._sample(input_ids, *decoding, streamer=streamer, **{**prepared, CACHE_NAME: cache})  # noqa: SLF001
-        if known is not None:
-            known.leave()
+        with going_on(session, cache, input_ids, count, generation_config):
+            output = model._sample(input_ids, *decoding, streamer=streamer, **prepared, **{CACHE_NAME: cache})  # noqa: SLF001
         sequences = output if isinstance(output, torch.Tensor) else output.sequences
         session.run.record(session.ranks.same_tokens(sequences[:, -1]))
         return output

@@ -1,27 +1,26 @@
-"""A transformers model under a session, as `engine.loop` drives it: one batch of prompts."""
+"""A transformers model under a session, as `engine.loop` drives it: one batch of prompts, and its lossless passes."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 
-from sfi_core.engine.lossless import Cost, DraftRule
+from sfi_core.engine.audit import dense_twin
+from sfi_core.engine.lossless import Block, DraftRule, Drafts
+from sfi_core.engine.picking import PAD
 from sfi_core.engine.prompt_cache import PromptCache
-from sfi_core.engine.prompt_queries import Watcher
+from sfi_core.engine.prompt_queries import SeenLayer, Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.hosts.transformers.block_pass import BlockPass
-from sfi_core.hosts.transformers.cache import SfiCache, SfiLayer
+from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache, SfiLayer
 from sfi_core.hosts.transformers.known_prompt import KnownPrompt
-from sfi_core.hosts.transformers.lossless import most_drafted
-from sfi_core.hosts.transformers.own_layers import take_states
-from sfi_core.hosts.transformers.replays import ModelPass, Replays
-from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.own_layers import states, take_states
+from sfi_core.hosts.transformers.replays import Replays
+from sfi_core.hosts.transformers.session import Session, most_drafted
 from sfi_core.models.describe import describe_model
 from sfi_core.sizes.step import ByteModel
-from sfi_core.state.kv_store import KVStore
 from sfi_kernels.step_descriptor import sent
 
 
@@ -34,8 +33,8 @@ class Decoder:
     `generated` (None for what `capacity` leaves), and ends with one of `stop_ids`. A forward pass reads
     `chunk` prompt tokens, 0 for all; `on_prefill` is then told of those read so far and in all. `requests`
     counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. Prompts go
-    on behind what they share with the prompt of `known`; the run's one prompt is then left there. `replays` are the
-    steps that run as CUDA graphs; `patient` as there.
+    on behind what they share with the prompt of `known`; the run's one prompt is then left there. `patient` is as in
+    `Replays`.
     """
 
     session: Session
@@ -53,17 +52,12 @@ class Decoder:
     patient: bool = True
     cache: SfiCache = field(init=False)
     replays: Replays = field(init=False)
-    _model: ModelPass = field(init=False)
-    _ragged: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Check whether steps can be recorded, and what the model's forward pass takes."""
-        session = self.session
-        self.cache = session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
+        self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests, self.cache.generated, self.cache.known = self.requests, self.generated, self.known
-        self._model = ModelPass(session, self.cache, len(self.ids_BT))
-        self.replays = Replays(session, self.cache, self._model, patient=self.patient)
-        self._ragged = bool((self.mask_BT == 0).any())
+        self.replays = Replays(self.session, self.cache, len(self.ids_BT), patient=self.patient)
 
     @property
     def run(self) -> Run:
@@ -77,11 +71,14 @@ class Decoder:
         B, T = self.ids_BT.shape
         if self.cache.run is None:
             self.session.start(self.cache, B, T, watchers=self.watchers)
-        logits, known, size = torch.empty(0), self._known(), self.chunk or T
+        ragged, logits, known = bool((self.mask_BT == 0).any()), torch.empty(0), self._known()
+        positions_BT, size = (self.mask_BT.cumsum(1) - 1).clamp_min(0), self.chunk or T
         start = 0 if known is None else known.begin(self.ids_BT)
         stops = [*range(start + size, T, size), T]
         for stop in stops if known is None else known.stops(stops):
-            logits, start = self._read(start, stop), stop
+            ids_BT, mask = self.ids_BT[:, start:stop], self.mask_BT[:, :stop] if ragged else None
+            logits = self.replays.model(ids_BT, positions_BT[:, start:stop], mask, last=True)[:, -1]
+            start = stop
             if known is not None:
                 known.see(stop)
             if self.on_prefill is not None:
@@ -98,49 +95,38 @@ class Decoder:
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
-        run = self.session.run
+        run, device = self.session.run, self.ids_BT.device
         with self.replays.next_step(run, sum(not state.finished for state in run.requests)) as replayed:
             if replayed:
                 run.begin_decode()
                 return self.replays.replay(run, [[token] for token in token_B])
-            return self._step(run, token_B)
-
-    def _step(self, run: Run, token_B: list[int]) -> torch.Tensor:
-        # one kernel after the other, watched by all that watch
-        length_B = [state.length for state in run.requests]
-        pair = sent(torch.tensor([token_B, length_B]), self.ids_BT.device)
-        ids_B1, position_B1 = pair[0][:, None], pair[1][:, None]
-        last, mask = self.cache.seen, None
-        # only sliding windows need to know of padding: our own layers keep a request's tokens and no others
-        if any(self.cache.is_sliding) and min(length_B) < last:
-            place_T = torch.arange(last + 1, device=self.ids_BT.device)
-            mask = place_T >= last - position_B1
-        return self._forward(ids_B1, position_B1, mask)
+            length_B = [state.length for state in run.requests]
+            ids_B1, position_B1 = sent(torch.tensor([token_B, length_B]), device)[..., None]
+            last, mask = self.cache.seen, None
+            # only sliding windows need to know of padding: our own layers keep a request's tokens and no others
+            if any(self.cache.is_sliding) and min(length_B) < last:
+                mask = torch.arange(last + 1, device=device) >= last - position_B1
+            return self.replays.model(ids_B1, position_B1, mask, last=True)[:, -1]
 
     def draft_rule(self) -> DraftRule:
         """Return what ends a draft in a lossless run."""
         session, policy = self.session, self.session.policy
-        draft = policy.config.draft
+        draft, refreshes = policy.config.draft, policy.refreshes()
+        description = describe_model(session.model, session.shapes())
+        model = ByteModel.of(description, dense_layers=policy.config.dense_layers, batch=self.run.store.batch)
+
+        def cost(length: float, attended: float) -> float:  # of a fast step in verifications, by the bytes they read
+            whole = model.slow(length, min(length, attended)) if refreshes else model.dense(length)
+            return min(1.0, float(model.fast(length, attended)) / float(whole))
+
         return DraftRule(
             config=replace(draft, max_tokens=most_drafted(session.shapes(), draft.max_tokens)),
-            stop_ids=self.run.stop_ids, cost=_draft_cost(session), selecting=policy.selection_tokens,
+            stop_ids=self.run.stop_ids, cost=cost, selecting=policy.selection_tokens,
         )  # fmt: skip
 
-    def drafting(self) -> BlockPass:
+    def drafting(self) -> "BlockPass":
         """Return the passes of a lossless run."""
-        return BlockPass(self.run, self.cache, self.replays, self.planned_pass)
-
-    def planned_pass(self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, run: Run | None = None) -> torch.Tensor:
-        """Run a pass that the engine has begun; return the logits of every token, [B, T, V].
-
-        A twin `run` takes the session's place.
-        """
-        run = run or self.session.run
-        self.cache.attach(run)
-        with run.observer.span("forward"), run.launches(), self.cache.planning():
-            logits = self._model(ids_BT, positions_BT, None, last=False)
-        run.maintenance.join()
-        return logits
+        return BlockPass(self.run, self.cache, self.replays)
 
     def alone(self, ids_1T: torch.Tensor, mask_1T: torch.Tensor, run: Run) -> Self:
         """Return a decoder that reads one more prompt into a row with a run of its own."""
@@ -160,14 +146,12 @@ class Decoder:
     def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
         session, cache = self.session, self.cache
         if session.tiers is not None and shared.store.whole_on_device:
-            count = shared.count
-            store = session.store(len(count), shared.capacity, shared.capacity - max(count))
-            shared = _on_two_tiers(shared, store)
+            shared = _on_two_tiers(shared, session)
         shared.check_run(session.policy, session.backend, session.page_size)
         run = session.start(cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run())
         shared.begin(run)
         for layer in cache.managed:
-            layer.resume(self.ids_BT.shape[1])
+            layer.seen, layer.is_initialized = self.ids_BT.shape[1], True
         for index, other in shared.others.items():
             if isinstance(layer := cache.layers[index], SfiLayer):
                 take_states(layer, other)
@@ -176,26 +160,14 @@ class Decoder:
         cache.detach()
         return shared.logits_BV
 
-    def _read(self, start: int, stop: int) -> torch.Tensor:
-        ids_BT, mask = self.ids_BT[:, start:stop], None
-        if self._ragged:
-            mask = self.mask_BT[:, :stop]
-            positions = (mask.cumsum(1) - 1).clamp_min(0)[:, start:]
-        else:
-            positions = torch.arange(start, stop, device=ids_BT.device).expand(len(ids_BT), -1)
-        return self._forward(ids_BT, positions, mask)
 
-    def _forward(self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        return self._model(ids_BT, positions, mask, last=True)[:, -1]
-
-
-def _on_two_tiers(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
-    # prompts that were read on the device, in an empty store of two tiers
+def _on_two_tiers(shared: SharedPrompt, session: Session) -> SharedPrompt:
+    # prompts that were read on the device, in a store of two tiers
     batch = len(shared.count)
-    begin, count = [0] * batch, [0] * batch
+    store = session.store(batch, shared.capacity, shared.capacity - max(shared.count))
     store.layers.owners = shared.store.layers.owners
     for layer in shared.store.layers:
-        begin[:] = [0] * batch
+        begin, count = [0] * batch, [0] * batch
         for row, length in enumerate(shared.count):
             for first, key, value in shared.store.blocks(layer, row, length):
                 begin[row], count[row] = first, key.shape[2]
@@ -207,14 +179,104 @@ def _on_two_tiers(shared: SharedPrompt, store: KVStore) -> SharedPrompt:
     return replace(shared, store=store, copied=False)
 
 
-def _draft_cost(session: Session) -> Cost:
-    # the cost of a fast step relative to a verification, by the bytes that both read
-    dense_layers, refreshes = session.policy.config.dense_layers, session.policy.refreshes()
-    description = describe_model(session.model, session.shapes())
-    model = ByteModel.of(description, dense_layers=dense_layers, batch=session.run.store.batch)
+class BlockPass(Watcher):
+    """Runs the passes of a run over a cache, from the end of the prefill.
 
-    def cost(length: float, attended: float) -> float:
-        whole = model.slow(length, min(length, attended)) if refreshes else model.dense(length)
-        return min(1.0, float(model.fast(length, attended)) / float(whole))
+    Where requests bring different numbers of tokens, the model sees one row of all, [1, X]. Our layers tell
+    the requests apart; layers with a sliding window or with states cannot, and run one request at a time.
 
-    return cost
+    A sliding window drops rejected tokens by their positions. A state has no positions: after a rejection the state of
+    the last verification comes back, and the model reads the accepted tokens again. In that pass attention returns the
+    outputs of the verification, so that the pass reads weights and states, and no cache.
+    """
+
+    def __init__(self, run: Run, cache: SfiCache, replays: Replays) -> None:
+        self._run, self._cache, self._replays = run, cache, replays
+        self._windows = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
+        self._stated = any(any(states(layer)) for layer in cache.layers)
+        self._out_BHGTE: dict[int, torch.Tensor] = {}  # by layer, of the last decoding pass
+        if self._stated:
+            run.watchers = (*run.watchers, self)
+        self._verified, self._request = self._marked(), -1
+
+    def __call__(self, drafts: Drafts) -> torch.Tensor:
+        """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
+        blocks = drafts.plan()
+        brought = [() if block is None else block.tokens for block in blocks]
+        logits_XV: torch.Tensor
+        with self._replays.next_step(self._run, sum(map(len, brought))) as replayed:
+            drafts.begin()
+            start = self._run.batch_pass.start
+            if replayed:
+                self._cache.see(max(start))
+                logits_XV = self._replays.replay(self._run, [tokens or (PAD,) for tokens in brought])
+            else:
+                self._go_back(blocks[0])
+                logits_XV = self._read(start, brought)
+        if len(logits_XV) == sum(map(len, brought)):
+            return logits_XV
+        W = len(logits_XV) // len(brought)  # with padding before a request's own
+        places = [row * W + place for row, tokens in enumerate(brought) for place in range(W - len(tokens), W)]
+        return logits_XV.index_select(0, sent(torch.tensor(places), logits_XV.device))
+
+    def _read(self, start: Sequence[int], brought: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        # the logits of all tokens, and of the pad token where requests that bring one go beside resting ones
+        cache, alone = self._cache, max(map(len, brought)) == 1
+        cache.ragged = None
+        if len(brought) > 1 and not alone:
+            cache.ragged = RaggedRow.of([len(tokens) for tokens in brought], self._run.device)
+        rows = [tokens or ((PAD,) if alone else ()) for tokens in brought]
+        ids = [token for tokens in rows for token in tokens]
+        positions = [first + place for first, tokens in zip(start, rows, strict=True) for place in range(len(tokens))]
+        cache.see(max(start))
+        logits_XV = self.planned_pass(self._run, ids, positions, len(rows) if alone else 1)
+        cache.ragged = None
+        return logits_XV
+
+    def planned_pass(self, run: Run, ids: Sequence[int], positions: Sequence[int], rows: int = 1) -> torch.Tensor:
+        """Run a pass that the engine has begun for a run or its twin; return the logits of all tokens, [X, V]."""
+        pair = sent(torch.tensor([list(ids), list(positions)]), run.device).view(2, rows, -1)
+        self._cache.attach(run)
+        with run.observer.span("forward"), run.launches():
+            logits_BTV = self._replays.model(pair[0], pair[1], last=False, planned=True)
+        run.maintenance.join()
+        return logits_BTV.flatten(0, 1)
+
+    def see(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Keep a decoding pass's outputs."""
+        if not layer.batch_pass.prompts:
+            self._out_BHGTE[layer.index] = out_BHGTE
+
+    def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
+        """Remove the rejected tokens from windows and states; our own layers overwrite theirs."""
+        if self._verified is None or blocks[0] is None or not blocks[0].reason:
+            return
+        brought, accepted = len(blocks[0].tokens), len(given[0])
+        if accepted < brought and self._stated:
+            self._read_again(blocks[0].tokens[:accepted])
+        elif accepted < brought:
+            new = [(window.keys[:, :, -brought:], window.values[:, :, -brought:]) for window in self._windows]
+            self._cache.put_back(self._verified)
+            for layer, (key, value) in zip(self._windows, new, strict=True):
+                layer.update(key[:, :, :accepted], value[:, :, :accepted])
+        self._verified = self._marked()
+
+    def _read_again(self, tokens: Sequence[int]) -> None:
+        twin = dense_twin(self._run, len(tokens))
+        twin.attend = lambda layer, _: self._out_BHGTE[layer.index][:, :, :, : len(tokens)]
+        assert self._verified is not None, "it was marked"
+        self._cache.put_back(self._verified)
+        (start,) = self._run.batch_pass.start
+        self._cache.see(start)
+        self.planned_pass(twin, tokens, range(start, start + len(tokens)))
+
+    def _go_back(self, block: Block | None) -> None:
+        # to where the verified tokens end, before they are followed by the block again
+        request = self._run.requests[0].request
+        if request != self._request:
+            self._verified, self._request = self._marked(), request
+        if self._verified is not None and block is not None and block.reason:
+            self._cache.put_back(self._verified)
+
+    def _marked(self) -> list[dict[str, Any]] | None:
+        return self._cache.taken() if self._windows or self._stated else None

@@ -1,49 +1,100 @@
-"""`model.generate` inside a session; in a lossless run sfi's loop decodes (`custom_generate`), with its processors."""
+"""`model.generate` and `model.forward` inside a session.
+
+In a lossless run sfi's loop decodes (`custom_generate`), with the processors of `model.generate`. Else transformers'
+loop does, or one's own around `model(...)`: on a CPU their decoding steps are compiled.
+"""
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, logits_process
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.engine.loop import Loop, left_pad
 from sfi_core.engine.picking import Picker, TokensSoFar
 from sfi_core.engine.prompt_cache import PromptCache
+from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError, InputError
+from sfi_core.hosts.transformers.attention import probing
 from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, cache_in, under_way
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.known_prompt import KnownPrompt
-from sfi_core.hosts.transformers.lossless import refuse_in_lossless
+from sfi_core.hosts.transformers.replays import Replays
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import serving
 from sfi_core.sizes.memory import check_fits
 from sfi_kernels.step_descriptor import sent
 
+# what a loop hands to a step that a compiled step has in other ways; anything else goes to the model
+HANDLED = {
+    "input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict",
+    CACHE_NAME,
+}  # fmt: skip
+# what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
+# no use for the others, which some releases pass on
+PREPARED = (HANDLED - {"input_ids", "return_dict"}) | {"streamer", "synced_gpus", "tokenizer"}
 # they know which row of the batch a text is
 BY_ROW = (
     logits_process.EncoderNoRepeatNGramLogitsProcessor,
     logits_process.EncoderRepetitionPenaltyLogitsProcessor,
     logits_process.PrefixConstrainedLogitsProcessor,
 )
-# what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
-# no use for the others, which some releases pass on
-PREPARED = {
-    "attention_mask", "cache_position", "logits_to_keep", "position_ids", "streamer", "synced_gpus",
-    "tokenizer", "use_cache", CACHE_NAME,
-}  # fmt: skip
+
+
+def forward_with(session: Session, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `model.forward` whose decoding steps are compiled where they can be; `forward` is the model's."""
+
+    @wraps(forward)
+    def forward_with_sfi(*args: Any, **kwargs: Any) -> Any:
+        cache = under_way.get()
+        run = None if cache is None or cache.planned else cache.run
+        on_cpu = session.model.device.type == "cpu" and session.backend == "torch"
+        # the layers' shapes are known from the memory check of `model.generate`: a pass of ours within a pass is none
+        may_compile = on_cpu and session.audit is None and session.state_checks.known
+        if probing() or cache is None or run is None or not may_compile:
+            return forward(*args, **kwargs)
+        if args or not _is_plain(run, cache.seen, kwargs):
+            with nullcontext() if cache.replays is None else cache.replays.eager_pass():
+                return forward(*args, **kwargs)
+        ids_B1 = kwargs["input_ids"]
+        if cache.replays is None:
+            cache.replays = Replays(session, cache, len(ids_B1))
+        with cache.replays.next_step(run, sum(not state.finished for state in run.requests)) as replayed:
+            if not replayed:
+                return forward(*args, **kwargs)
+            logits_BV = cache.replays.replay(run, ids_B1.tolist())
+        return CausalLMOutputWithPast(logits=logits_BV[:, None], **{CACHE_NAME: cache})
+
+    return forward_with_sfi
+
+
+def _is_plain(run: Run, seen: int, kwargs: dict[str, Any]) -> bool:
+    # whether the pass is a decoding step of token ids at the requests' own positions, after `seen` padded tokens
+    given = {name for name, value in kwargs.items() if value is not None and value is not False}
+    if run.batch_pass.prompts or "input_ids" not in given or given - HANDLED or kwargs.get("return_dict") is False:
+        return False
+    positions, batch_pass = kwargs.get("position_ids"), run.batch_pass
+    asked = [seen] * len(batch_pass.start)
+    if positions is not None:
+        asked = positions.expand(len(asked), -1)[:, -1].tolist() if positions.dim() == 2 else []  # noqa: PLR2004
+    rows = zip(asked, batch_pass.start, batch_pass.count, strict=False)
+    return bool(asked) and all(place == start for place, start, count in rows if count)
 
 
 class OwnProcessors(Picker):
     """A picker with transformers' processors, which see each position's row as in `model.generate`.
 
-    A row's tokens are the padded prompt and what follows, so that processors that count tokens count right. A
-    processor must be a function of tokens and scores: it is called for drafted tokens too. `tokens` has each
-    row's so far.
+    `tokens` has each row's so far with the padding of its prompt, so that processors that count tokens count right. A
+    processor must be a function of tokens and scores: it is called for drafted tokens too.
     """
 
     own_scores = False
@@ -52,10 +103,9 @@ class OwnProcessors(Picker):
         self, chosen: logits_process.LogitsProcessorList, ids_RT: torch.Tensor, requests: Sequence[int],
         ranks: Ranks, seed: int | None,
     ) -> None:  # fmt: skip
-        """Start with the first token of some requests; raise `ConfigError` for a processor with a state.
+        """Start with the first token of the `requests` with a row; raise `ConfigError` for a processor with a state.
 
-        `ids_RT` are the padded prompts of all requests, `requests` those with a row; `seed` is that of the
-        draws, None for the best token.
+        `ids_RT` are the padded prompts of all requests; `seed` is that of the draws, None for the best token.
         """
         super().__init__(requests, ranks, seed=seed)
         for processor in chosen:
@@ -83,19 +133,15 @@ class OwnProcessors(Picker):
 
     def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
-        if not self._chosen:
-            return logits_PV
-        pairs = zip(row_P, tail, strict=True)
-        return torch.cat([self._score(logits_PV[p : p + 1], row, after) for p, (row, after) in enumerate(pairs)])
-
-    def _score(self, logits_1V: torch.Tensor, row: int, tail: Sequence[int]) -> torch.Tensor:
-        ids_1T = self.tokens.ids_BT[row : row + 1, : self.tokens.length_B[row]]
-        if tail:
-            ids_1T = torch.cat([ids_1T, sent(torch.tensor([list(tail)]), ids_1T.device)], 1)
-        places, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
-        # copies: a processor may write into what it gets
-        scores_RV: torch.Tensor = self._chosen(ids_1T.repeat(places, 1), logits_1V.repeat(places, 1))
-        return scores_RV[place : place + 1]
+        scores = []
+        for logits_V, row, after in zip(logits_PV if self._chosen else (), row_P, tail, strict=False):
+            ids_T = self.tokens.ids_BT[row, : self.tokens.length_B[row]]
+            if after:
+                ids_T = torch.cat([ids_T, sent(torch.tensor(list(after)), ids_T.device)])
+            count, place = (len(self._ids_RT), self.rows[row].request) if self._by_row else (1, 0)
+            # copies: a processor may write into what it gets
+            scores.append(self._chosen(ids_T.repeat(count, 1), logits_V.repeat(count, 1))[place])
+        return torch.stack(scores) if scores else logits_PV
 
 
 def _knows_rows(processor: logits_process.LogitsProcessor) -> bool:
@@ -108,111 +154,87 @@ def _knows_rows(processor: logits_process.LogitsProcessor) -> bool:
 
 def generate_with(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
     """Return `model.generate` with our cache, or our loop in a lossless run; `generate` is the model's."""
-    positional = list(inspect.signature(generate).parameters)[2:]
+    positional = list(inspect.signature(generate).parameters)
 
-    def generate_with_sfi(
-        inputs: torch.Tensor | None = None, generation_config: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        kwargs.update(zip(positional, args, strict=False))
+    @wraps(generate)
+    def generate_with_sfi(*args: Any, **kwargs: Any) -> Any:
         with session.lock, serving():
             try:
-                return _generate(inputs, generation_config, **kwargs)
+                return _generate(session, generate, dict(zip(positional, args, strict=False)) | kwargs)
             finally:
                 under_way.set(None)  # an error within a pass would keep the cache's memory
-
-    def _generate(inputs: torch.Tensor | None, generation_config: Any, **kwargs: Any) -> Any:
-        settings = _settings(session, generation_config, kwargs)
-        refuse_modes(settings, kwargs)
-        prompt, count = _prompt(inputs, kwargs)
-        length, new = 0 if prompt is None else prompt.shape[1], settings.max_new_tokens
-        capacity = length + new if new else settings.max_length
-        cache = cache_in(kwargs)
-        if session.engine.lossless:
-            refuse_in_lossless(settings, kwargs)
-        check_cache(cache)
-        if (cache is None or cache.seen) and prompt is not None and capacity:
-            _check_memory(session, prompt.shape[0], length, capacity, settings)
-        if session.ranks.size > 1:
-            ids = None if prompt is None else prompt.tolist()
-            session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
-            session.ranks.share_seed(session.model.device)
-        kwargs.pop(OLD_NAME, None)
-        kwargs.pop(CACHE_NAME, None)
-        if session.engine.lossless:
-            known = PromptCache() if cache is None or cache.known is None else cache.known
-            if cache is not None:
-                cache.known = known
-            decoding = lossless_decoding(session, kwargs.get("streamer"), known)
-            options = {"generation_config": generation_config, "custom_generate": decoding}
-            return generate(inputs, **{**kwargs, **options})
-        kwargs[CACHE_NAME] = cache = prepared_cache(session, cache, capacity, length, settings)
-        known = going_on(session, cache, prompt, count, settings)
-        output = generate(inputs, generation_config=generation_config, **kwargs)
-        if known is not None:
-            known.leave()
-        sequences = output if isinstance(output, torch.Tensor) else output.sequences
-        session.run.record(session.ranks.same_tokens(sequences[:, -1]))
-        return output
 
     return generate_with_sfi
 
 
-def _prompt(inputs: torch.Tensor | None, kwargs: dict[str, Any]) -> tuple[torch.Tensor | None, list[int]]:
-    # the token ids or embeddings of the prompts, and the tokens of each; checked now: transformers may work with the
-    # mask before the first pass
-    prompt = kwargs.get("input_ids", kwargs.get("inputs_embeds")) if inputs is None else inputs
-    if prompt is None:
-        return None, []
-    if 0 in prompt.shape[:2]:
-        shape = " x ".join(map(str, prompt.shape[:2]))
-        raise InputError(f"prompts must have at least one token each, got a batch of {shape}")
-    return prompt, prompt_tokens(kwargs.get("attention_mask"), prompt.shape[0], prompt.shape[1], 0, final=True)
-
-
-def _settings(session: Session, generation_config: Any, kwargs: dict[str, Any]) -> Any:
+def _generate(session: Session, generate: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     defaults = session.model.generation_config
-    settings = copy.deepcopy(generation_config or defaults)
+    settings = copy.deepcopy(kwargs.get("generation_config") or defaults)
     settings.update(**defaults.to_dict(), defaults_only=True)  # as transformers does
     settings.update(**{name: value for name, value in kwargs.items() if hasattr(settings, name)})
-    return settings
-
-
-def _check_memory(session: Session, prompts: int, length: int, capacity: int, settings: Any) -> None:
-    batch = prompts * (settings.num_return_sequences or 1)
-    if session.engine.lossless:
-        batch = min(batch, session.most_together or batch)
-    expected = session.forecast(batch, length, capacity, settings.prefill_chunk_size or 0)
-    with session.ranks.agreed():
-        check_fits(expected, session.model.device, two_tier=session.tiers is not None)
-
-
-def prepared_cache(
-    session: Session, cache: SfiCache | None, capacity: int | None, length: int, settings: Any
-) -> SfiCache:
-    """Return a cache, or a new one, for a prompt of `length` padded tokens."""
+    lossless = session.engine.lossless
+    refuse_modes(settings, kwargs, lossless=lossless)
+    given = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    prompt = next((tokens for tokens in given if tokens is not None), None)
+    length, new, count = 0, settings.max_new_tokens, list[int]()
+    if prompt is not None:
+        if 0 in prompt.shape[:2]:
+            shape = " x ".join(map(str, prompt.shape[:2]))
+            raise InputError(f"prompts must have at least one token each, got a batch of {shape}")
+        length = prompt.shape[1]
+        # now: transformers may work with the mask before the first pass
+        count = prompt_tokens(kwargs.get("attention_mask"), len(prompt), length, 0, final=True)
+    capacity, cache = length + new if new else settings.max_length, cache_in(kwargs)
+    check_cache(cache)
+    if (cache is None or cache.seen) and prompt is not None and capacity:
+        batch = len(prompt) * (settings.num_return_sequences or 1)
+        batch = min(batch, session.together(None) or batch)
+        expected = session.forecast(batch, length, capacity, settings.prefill_chunk_size or 0)
+        with session.ranks.agreed():
+            check_fits(expected, session.model.device, two_tier=session.tiers is not None)
+    if session.ranks.size > 1:
+        ids = None if prompt is None else prompt.tolist()
+        session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
+        session.ranks.share_seed(session.model.device)
+    for name in (OLD_NAME, CACHE_NAME):
+        kwargs.pop(name, None)
+    if lossless:
+        known = PromptCache() if cache is None or cache.known is None else cache.known
+        if cache is not None:
+            cache.known = known
+        return generate(**kwargs | {"custom_generate": lossless_decoding(session, kwargs.get("streamer"), known)})
     cache = session.cache(capacity) if cache is None else cache
-    cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings.eos_token_id))
-    return cache
+    with going_on(session, cache, prompt, count, settings):
+        output = generate(**kwargs | {CACHE_NAME: cache})
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    session.run.record(session.ranks.same_tokens(sequences[:, -1]))
+    return output
 
 
+@contextmanager
 def going_on(
     session: Session, cache: SfiCache, prompt: torch.Tensor | None, count: Sequence[int], settings: Any
-) -> KnownPrompt | None:
-    """Let a used cache begin anew, and one prompt of token ids behind what it shares with the cache's last one."""
-    used = cache.seen > 0
+) -> Iterator[None]:
+    """Let the prompt in the body go on behind what it shares with the last one of the cache, and leave it there.
+
+    `count` are the tokens of each prompt; several, and one of embeddings, are read whole.
+    """
+    used, length = cache.seen > 0, 0 if prompt is None else prompt.shape[1]
     if used:
-        cache.renew(session.model, sum(count[:1]) + (settings.max_new_tokens or 0))
+        cache.renew(session.model, length + (settings.max_new_tokens or 0))
+    cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings.eos_token_id))
     several = len(count) != 1 or (settings.num_return_sequences or 1) > 1 or session.ranks.size > 1
     if prompt is None or several or prompt.is_floating_point():
-        return None
+        yield
+        return
     cache.known = cache.known or PromptCache()
-    row = prompt[0, prompt.shape[1] - count[0] :].tolist()
-    known = KnownPrompt(cache.known, session, cache, [row], leaves=True)
+    known = KnownPrompt(cache.known, session, cache, [prompt[0, length - count[0] :].tolist()], leaves=True)
     cache.on_prompt_end = known.see
     if used:
-        session.start(cache, 1, prompt.shape[1])
+        session.start(cache, 1, length)
         known.begin(prompt)
-    return known
+    yield
+    known.leave()
 
 
 def stop_tokens(eos: Any) -> tuple[int, ...]:
@@ -221,10 +243,9 @@ def stop_tokens(eos: Any) -> tuple[int, ...]:
 
 
 def lossless_decoding(session: Session, streamer: Any, known: PromptCache) -> Callable[..., Any]:
-    """Return the function that transformers calls in place of its own decoding loop.
+    """Return the loop that transformers calls in place of its own; `streamer` receives the tokens, one by one.
 
-    `streamer` receives the tokens, one by one; transformers has sent the prompt. None for no streamer. One prompt goes
-    on behind what it shares with `known`, and is then there.
+    One prompt goes on behind what it shares with `known`, and is then there.
     """
 
     def decode(
@@ -259,7 +280,9 @@ def lossless_decoding(session: Session, streamer: Any, known: PromptCache) -> Ca
         padding = generation_config.pad_token_id
         if padding is None:  # as transformers does
             padding = next(iter(stop_tokens(generation_config.eos_token_id)), 0)
-        sequences = torch.cat([input_ids, generated(session, padding, input_ids)], 1)
+        tokens = [torch.tensor(state.tokens, dtype=torch.long) for state in session.run.states]
+        new_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
+        sequences = torch.cat([input_ids, new_BT.to(input_ids.device)], 1)
         if not generation_config.return_dict_in_generate:
             return sequences
         return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: decoder.cache})
@@ -268,27 +291,18 @@ def lossless_decoding(session: Session, streamer: Any, known: PromptCache) -> Ca
 
 
 def ending(criteria: Any) -> tuple[frozenset[int], int]:
-    """Return the stop tokens and the most tokens of a text, padding included.
-
-    Raise `ConfigError` for any other criterion, and without a bound on the length.
-    """
+    """Return the stop tokens and the most tokens of a text, with padding; raise `ConfigError` for other criteria."""
     stop: set[int] = set()
+    limits = []
     for criterion in criteria:
         if type(criterion) is EosTokenCriteria:
             stop.update(criterion.eos_token_id.flatten().tolist())
-        elif type(criterion) is not MaxLengthCriteria:
+        elif type(criterion) is MaxLengthCriteria:
+            limits.append(criterion.max_length)
+        else:
             raise ConfigError(
                 f"stopping_criteria must be a length and stop tokens in a lossless run, got {type(criterion).__name__}"
             )
-    limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
     if not limits:
         raise ConfigError("max_new_tokens must be given in a lossless run, got None")
     return frozenset(stop), min(limits)
-
-
-def generated(session: Session, padding: int, like: torch.Tensor) -> torch.Tensor:
-    """Return the new tokens of all requests, padded on the right, [B, T]."""
-    tokens = [state.tokens for state in session.run.states]
-    width = max(map(len, tokens))
-    rows = [row + [padding] * (width - len(row)) for row in tokens]
-    return torch.tensor(rows, dtype=like.dtype, device=like.device)

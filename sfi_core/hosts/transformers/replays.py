@@ -11,19 +11,19 @@ import torch
 
 from sfi_core.engine.compiled_steps import CompiledSteps, StepModel
 from sfi_core.engine.graphs import recorder
-from sfi_core.engine.graphs.lookahead import audits_next
+from sfi_core.engine.graphs.buffers import audits_next
 from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
-from sfi_core.errors import BackendError, ConfigError, SfiError
+from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
+from sfi_core.hosts.transformers.own_layers import Windows
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.step_model import UnknownError, step_model
-from sfi_core.hosts.transformers.windows import Windows
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
 from sfi_core.policies.base import EvidencePolicy
-from sfi_kernels.numpy_views import KINDS, fastest
+from sfi_kernels.compiled import KINDS, fastest
 
 MOST_TOKENS = 16  # of a compiled step; a matrix product is quicker for more
 
@@ -32,24 +32,31 @@ class ModelPass:
     """The passes of a session's model over the cache of a run of `batch` rows."""
 
     def __init__(self, session: Session, cache: SfiCache, batch: int) -> None:
-        self._session, self._cache, self.batch = session, cache, batch
+        self._session, self._cache = session, cache
         parameters = inspect.signature(session.model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-        self._small = cache.capacity is not None and reads_little(session, batch, cache.capacity)
+        self._small = False  # whether a step on the CPU reads too few bytes to gain by threads
+        if cache.capacity is not None and session.model.device.type == "cpu":
+            rows = batch * cache.capacity * sum(shape.row_bytes for shape in session.shapes())
+            self._small = ModelWeights.of(session.model).read(batch) + rows < SMALL_BYTES
 
     def __call__(
-        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None, *, last: bool
-    ) -> torch.Tensor:
-        """Return the logits, [B, T, V]: of the `last` token alone, where the model can leave the others out, or of all.
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None = None, *, last: bool,
+        planned: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return the logits, [B, T, V], of the `last` token alone, if the model can; `mask` is None without padding.
 
-        `mask` is transformers' attention mask; None without padding.
+        If the pass is `planned`, the engine has begun its step.
         """
-        decodes = not last or ids_BT.shape[1] == 1
-        with one_thread(wanted=self._small and decodes):
-            output = self._session.model(
-                input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True,
-                **{CACHE_NAME: self._cache}, **self._options if last else {},
-            )  # fmt: skip
+        self._cache.planned = planned
+        try:
+            with one_thread(wanted=self._small and (not last or ids_BT.shape[1] == 1)):
+                output = self._session.model(
+                    input_ids=ids_BT, attention_mask=mask, position_ids=positions_BT, use_cache=True,
+                    **{CACHE_NAME: self._cache}, **self._options if last else {},
+                )  # fmt: skip
+        finally:
+            self._cache.planned = False
         logits: torch.Tensor = output.logits
         return logits
 
@@ -63,69 +70,53 @@ class ModelPass:
         seen = self._cache.seen  # `update` counts the tokens each time that the step is recorded
         self._cache.attach(self._session.run)
         try:
-            with self._cache.planning():
-                return self(token_BW, position_BW, None, last=token_BW.shape[1] == 1)
+            return self(token_BW, position_BW, last=token_BW.shape[1] == 1, planned=True)
         finally:
             self._cache.see(seen)
 
 
-def reads_little(session: Session, batch: int, capacity: int) -> bool:
-    """Say whether a decoding step on the CPU reads too few bytes to gain by threads."""
-    rows = batch * capacity * sum(shape.row_bytes for shape in session.shapes())
-    weights = ModelWeights.of(session.model).read(batch)
-    return session.model.device.type == "cpu" and weights + rows < SMALL_BYTES
-
-
 class Replays:
-    """The replayed steps of the run over a cache; they are recorded from the run's first decoding step on.
+    """The steps of the run over a cache of `batch` rows that are replayed, from its first decoding step on.
 
-    A `patient` one records the graph of a slow step at the second such step, not the first.
+    `model` runs the others. A `patient` one records the graph of a slow step at the second such step, not the first.
     """
 
-    def __init__(self, session: Session, cache: SfiCache, model: ModelPass, *, patient: bool) -> None:
-        """Decide whether steps are recorded; raises what `records_steps` raises."""
-        self._session, self._cache, self._model, self._patient = session, cache, model, patient
+    def __init__(self, session: Session, cache: SfiCache, batch: int, *, patient: bool = True) -> None:
+        """Decide whether steps are replayed; raises what `records_steps` raises."""
+        self.model = ModelPass(session, cache, batch)
+        self._session, self._cache, self._patient = session, cache, patient
         self._steps: StepGraphs | CompiledSteps | None = None
-        self._missed, self._eager = "", "graph.eager"
-        if session.model.device.type == "cpu" and session.backend == "torch":
-            self._tables, self._missed = compiles_steps(session, model.batch)
-            self._eager = "step.eager"
+        self._tables: StepModel | None = None
+        self._missed, self._captures = "", records_steps(session)
+        self._compiles = session.model.device.type == "cpu" and session.backend == "torch"
+        if self._compiles:
+            self._tables, self._missed = compiles_steps(session, batch)
             self._captures = self._tables is not None
-            return
-        self._tables, self._captures = None, records_steps(session)
-        wanted = recorder.can_record(session.model.device) and session.engine.graphs is not False
-        self._missed = str(refusal(session) or "") if wanted else ""
+        elif recorder.can_record(session.model.device) and session.engine.graphs is not False:
+            self._missed = str(refusal(session) or "")
 
     @contextmanager
     def next_step(self, run: Run, tokens: int) -> Iterator[bool]:
         """Say whether the step of so many tokens that the body begins and runs is replayed."""
-        if self._tables is not None and tokens > MOST_TOKENS:
-            run.meter.count(self._eager)
-            yield False
-            return
-        if not self._captures:
-            if self._missed:
-                run.meter.count(self._eager)
-                if self._eager == "step.eager":
-                    run.meter.not_compiled = self._missed
-                else:
-                    run.meter.not_replayed = self._missed
-            yield False
-            return
-        steps = self._steps = self._steps or self._begin(run)
-        if not audits_next(run):
-            yield True
-            return
-        run.meter.count(self._eager)
-        with steps.eager_step():
+        if self._captures and (self._tables is None or tokens <= MOST_TOKENS):
+            self._steps = self._steps or self._begin(run)
+            if not audits_next(run):
+                yield True
+                return
+        if self._captures or self._missed:
+            run.meter.count("step.eager" if self._compiles else "graph.eager")
+        if self._missed and self._compiles:
+            run.meter.not_compiled = self._missed
+        elif self._missed:
+            run.meter.not_replayed = self._missed
+        with self.eager_pass():
             yield False
 
     def _begin(self, run: Run) -> StepGraphs | CompiledSteps:
         if self._tables is not None:
-            return CompiledSteps(run, self._tables, self._model.threads, Windows(self._cache))
-        made = recorder.make_recorder(run.device)
-        required = bool(self._session.engine.graphs)
-        return StepGraphs(run, self._model.planned, made, required=required, patient=self._patient)
+            return CompiledSteps(run, self._tables, self.model.threads, Windows(self._cache.layers))
+        made, required = recorder.make_recorder(run.device), bool(self._session.engine.graphs)
+        return StepGraphs(run, self.model.planned, made, required=required, patient=self._patient)
 
     def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
         """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""
@@ -149,13 +140,8 @@ class Replays:
 
 
 def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]:
-    """Return the tables of a session's compiled steps on a CPU, or None and why steps are not compiled.
-
-    Raise `BackendError` if graphs are asked for: a CPU has none.
-    """
+    """Return the tables of a session's compiled steps on a CPU, or None and why steps are not compiled."""
     by = fastest(session.backend, session.model.device)
-    if session.engine.graphs:
-        raise BackendError("CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false")
     if session.engine.graphs is False or by != "numba" or SPANS in session.observer.wants:
         return None, ""
     windows = any(shape.window for shape in session.shapes())
@@ -165,9 +151,8 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
         "sliding windows beside a cache of kv_dtype": windows and session.kv_dtype is not None,
         f"a model of {session.model.dtype}": session.model.dtype not in KINDS,
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return None, reason
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        return None, reason
     try:
         return step_model(session.model), ""
     except UnknownError as error:
@@ -175,28 +160,20 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
 
 
 def records_steps(session: Session) -> bool:
-    """Say whether a session's decoding steps are recorded as graphs.
-
-    Raise `BackendError` or `ConfigError`, as `refusal` has it, if graphs are asked for and impossible.
-    """
-    wanted = session.engine.graphs
-    if wanted is False:
-        return False
-    against = refusal(session)
-    if wanted and against is not None:
+    """Say whether a session's decoding steps are recorded as graphs; raise `refusal` if asked for and impossible."""
+    against = None if session.engine.graphs is False else refusal(session)
+    if session.engine.graphs and against is not None:
         raise against
-    return against is None
+    return session.engine.graphs is not False and against is None
 
 
-def refusal(session: Session) -> SfiError | None:
+def refusal(session: Session) -> BackendError | ConfigError | None:
     """Return why a session's decoding steps cannot be recorded as graphs; None where they can."""
-    device, policy = session.model.device, session.policy
+    device, policy, way = session.model.device, session.policy, "use --set engine.graphs=false"
     if not recorder.can_record(device):
-        return BackendError(f"CUDA graphs need a CUDA device, got {device.type}; use --set engine.graphs=false")
+        return BackendError(f"CUDA graphs need a CUDA device, got {device.type}; {way}")
     if session.backend != "triton":
-        return BackendError(
-            f"CUDA graphs need the triton backend, got {session.backend}; use --set engine.graphs=false"
-        )
+        return BackendError(f"CUDA graphs need the triton backend, got {session.backend}; {way}")
     reasons = {
         f"policy {session.policy_name}, which selects at fast steps": (policy.selects_before and not policy.chooses),
         f"policy {session.policy_name}, which selects with more than the evidence": (
@@ -205,10 +182,8 @@ def refusal(session: Session) -> SfiError | None:
         "layers of sliding windows, whose cache moves": any(shape.window for shape in session.shapes()),
         **common_reasons(session),
     }
-    for reason, holds in reasons.items():
-        if holds:
-            return ConfigError(f"CUDA graphs must be off with {reason}; use --set engine.graphs=false")
-    return None
+    reason = next((reason for reason, holds in reasons.items() if holds), "")
+    return ConfigError(f"CUDA graphs must be off with {reason}; {way}") if reason else None
 
 
 def common_reasons(session: Session) -> dict[str, bool]:

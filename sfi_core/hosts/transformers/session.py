@@ -10,7 +10,7 @@ from uuid import uuid4
 import torch
 
 from sfi_core.distributed.ranks import ranks_of
-from sfi_core.engine.audit import Audit, check_audit
+from sfi_core.engine.audit import Audit, check_audit, compare_logits, dense_twin
 from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_cache import UNKNOWN
@@ -19,24 +19,15 @@ from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import checks
+from sfi_core.hosts.transformers.attention import probing
 from sfi_core.hosts.transformers.cache import SfiCache, cache_in, under_way
-from sfi_core.hosts.transformers.fusion.fuse import Fusion
-from sfi_core.hosts.transformers.lossless import most_drafted
-from sfi_core.hosts.transformers.passes import (
-    audited_rows,
-    begin_decode,
-    begin_prompt,
-    compare_shadow,
-    reads_prompt,
-    shadow,
-)
-from sfi_core.hosts.transformers.routing import probing
+from sfi_core.hosts.transformers.fusion import Fusion
 from sfi_core.hosts.transformers.shapes import StateChecks
 from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import DTYPES, check_split
 from sfi_core.models.source import model_digest
-from sfi_core.observers.events import LogitsEvent, RunEvent
+from sfi_core.observers.events import LogitsEvent, PromptEvent, RunEvent
 from sfi_core.observers.observer import NullObserver, Observer, as_one
 from sfi_core.policies import EvidencePolicy, policy_class
 from sfi_core.settings.config import SfiConfig
@@ -44,11 +35,12 @@ from sfi_core.settings.engine import PAGE_SIZE, AuditConfig, EngineOptions
 from sfi_core.sizes import memory
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.kv_store import KVStore
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import ring_places
 from sfi_core.triggers.trigger import Trigger, resolve_triggers
 
 UNKNOWN_CAPACITY = 1024
+LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
 
 
 class Session:
@@ -88,23 +80,18 @@ class Session:
     @property
     def report(self) -> RunReport | None:
         """Counts, reasons, ratios and paths of this thread's last run, in a thread without one of the last run."""
-        run = self._last
+        run = getattr(self._here, "run", self._run)
         if run is None:
             return None
         weights = getattr(self.model, "sfi_weights", None)
-        report = self.fusion.added_to(RunReport.of(run))
+        report = replace(RunReport.of(run), fused=dict(self.fusion.modules), left_alone=dict(self.fusion.left_alone))
         return report if weights is None else replace(report, not_blocks=dict(weights.floats))
 
     @property
     def run(self) -> Run:
         """The state of the run that `report` is of."""
-        run = self._last
-        assert run is not None, "a run has begun"
-        return run
-
-    @property
-    def _last(self) -> Run | None:
         run: Run | None = getattr(self._here, "run", self._run)
+        assert run is not None, "a run has begun"
         return run
 
     def cache(
@@ -126,10 +113,7 @@ class Session:
         generated: int | None = None,
         graphs: bool = False,
     ) -> memory.Forecast:
-        """Forecast the memory of a run, with the shapes that a pass over two tokens shows.
-
-        `generated` are the most tokens that a request generates; None for what `capacity` leaves.
-        """
+        """Forecast the memory of a run; a request generates `generated` tokens, None for what `capacity` leaves."""
         model, policy, tiers, shapes = self.model, self.policy, self.tiers, self.shapes()
         page = self.page_size or 1
         capacity = -(-capacity // page) * page
@@ -138,12 +122,18 @@ class Session:
         refreshed = batch if on_triton else 1
         if isinstance(policy, EvidencePolicy) and tiers is None and not (on_triton and self.engine.overlap):
             refreshed *= worked_off_together(refreshed * heads * capacity, len(shapes), self.backend)
+        drafting = memory.Drafting(
+            tested=most_drafted(shapes, policy.config.draft.max_tokens) + 1,
+            together=CPU_PIECE if model.device.type == "cpu" else PIECE,
+            compares=LogitsEvent in self.observer.wants,
+            explicit=not on_triton,
+        )
         expected = memory.forecast(
             model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
             prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
             refreshed_together=refreshed,
             evidence_buffers=ring_places(model.device, overlap=self.engine.overlap), graphs=graphs,
-            drafting=self._drafting() if self.engine.lossless else None,
+            drafting=drafting if self.engine.lossless else None,
         )  # fmt: skip
         if tiers is None:
             return expected
@@ -153,27 +143,13 @@ class Session:
         others = tiered.device_bytes - packed - norms
         return replace(expected, kv_bytes=host + others, packed_bytes=packed, summary_bytes=0, norm_bytes=norms)
 
-    def _drafting(self) -> memory.Drafting:
-        return memory.Drafting(
-            tested=most_drafted(self.shapes(), self.policy.config.draft.max_tokens) + 1,
-            together=CPU_PIECE if self.model.device.type == "cpu" else PIECE,
-            compares=LogitsEvent in self.observer.wants,
-            explicit=self.backend == "torch",
-        )
-
     @property
     def most_together(self) -> int | None:
-        """The most requests that a lossless run decodes together; None for no limit.
-
-        transformers' caches of sliding windows and states can only take back tokens from all requests alike.
-        """
+        """The most requests together in a lossless run, None for any: windows and states cannot go back one by one."""
         return 1 if any(shape.hosted for shape in self.shapes()) else None
 
     def together(self, asked: int | None) -> int | None:
-        """Return the most requests to decode together: `asked`, or the model's limit in lossless runs.
-
-        Raise `ConfigError` if `asked` is more than the limit.
-        """
+        """Return `asked`, or the most requests of a lossless run together; raise `ConfigError` if `asked` is more."""
         most = self.most_together if self.engine.lossless else None
         if most is None:
             return asked
@@ -201,10 +177,10 @@ class Session:
 
     def shapes(self) -> list[LayerShape]:
         """Return the layers' shapes; the first call runs a pass over two tokens."""
-        shapes, kept = self.state_checks.shapes(), self.kv_dtype
-        if kept is None:
+        shapes, dtype = self.state_checks.shapes(), self.kv_dtype
+        if dtype is None:
             return shapes
-        return [replace(shape, itemsize=kept.itemsize) if shape.window is None else shape for shape in shapes]
+        return [replace(shape, itemsize=dtype.itemsize) if shape.window is None else shape for shape in shapes]
 
     @property
     def model_key(self) -> str:
@@ -237,24 +213,45 @@ class Session:
             return
         ids: Any = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs["inputs_embeds"]
-        batch, new = tokens.shape[:2]
-        run = cache.run or self.start(cache, batch, new)
+        new = tokens.shape[1]
+        run = cache.run or self.start(cache, len(tokens), new)
         cache.attach(run)
-        name = "prefill" if reads_prompt(cache, new) else "forward"
-        if name == "prefill":
-            begin_prompt(run, cache, ids, tokens.shape[:2], kwargs.get("attention_mask"), self.state_checks)
-            keep = kwargs.get("logits_to_keep")
-            if cache.owners and isinstance(keep, int) and keep:
-                # with a number, layers that read another one's keys would get the last tokens' queries only
-                kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
-        else:
-            begin_decode(run, ids)
+        # transformers does not say so: one token after the prompt's end is a decoding step
+        decodes = cache.seen > 0 and new == 1 and cache.seen + 1 > (cache.prompt_length or 1)
+        if decodes:
+            self._begin_decode(run, ids)
             if audited_rows(run):
-                shadow(model, cache, args, kwargs)
+                shadow(model, run, cache, args, kwargs)
                 under_way.set(cache)
+        else:
+            self._begin_prompt(run, cache, ids, tokens, kwargs)
         self._open.add(cache)
-        cache.span.enter_context(run.observer.span(name))
+        cache.span.enter_context(run.observer.span("forward" if decodes else "prefill"))
         cache.span.enter_context(run.launches())
+
+    def _begin_prompt(self, run: Run, cache: SfiCache, ids: Any, tokens: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        # a piece of the prompts, of token `ids` or of embeddings alone
+        batch, new = tokens.shape[:2]
+        final = cache.seen + new >= (cache.prompt_length or new)
+        count = checks.prompt_tokens(kwargs.get("attention_mask"), batch, new, cache.seen, final=final)
+        self.state_checks.padding(count)
+        if cache.seen and new > 1:
+            self.state_checks.passes("a prompt in pieces")
+        if ids is not None:
+            requests = run.requests_of(range(batch))
+            run.observer.on(PromptEvent(requests=requests, ids_BT=ids, count=tuple(count)))
+        run.begin_prefill(count, final=final)
+        keep = kwargs.get("logits_to_keep")
+        if cache.owners and isinstance(keep, int) and keep:
+            # with a number, layers that read another one's keys would get the last tokens' queries only
+            kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
+
+    def _begin_decode(self, run: Run, ids: torch.Tensor) -> None:
+        if not run.recorded:  # transformers' loop does not tell; ours has told already
+            run.record(run.ranks.same_tokens(ids[:, -1]))
+        if run.engine.graphs:
+            raise ConfigError("CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them")
+        run.begin_decode()
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""
@@ -263,24 +260,23 @@ class Session:
             return
         under_way.set(None)
         cache.detach()
-        if not (cache.shadowed or cache.planned):
+        if cache.run is not None and not (cache.shadowed or cache.planned):
             self._open.discard(cache)
             cache.span.close()
             run = cache.run
-            if run is None:
-                return
             run.maintenance.join()
             if cache.on_prompt_end is not None and run.batch_pass.ended:
                 cache.on_prompt_end(cache.seen)
-            compare_shadow(run, cache, output.logits[:, -1])
+            if cache.dense_BV is not None:
+                compare_shadow(run, output.logits[:, -1], cache.dense_BV)
+                cache.dense_BV = None
 
     def start(
         self, cache: SfiCache, batch: int, new: int, *, store: KVStore | None = None, watchers: tuple[Watcher, ...] = ()
     ) -> Run:
         """Make the run of a cache that has none.
 
-        `new` are the padded tokens of the first pass; `store` holds keys and values, None makes one;
-        `watchers` look at every layer, before the audit.
+        `new` are the padded tokens of the first pass; `watchers` look at every layer, before the audit.
         """
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
@@ -293,19 +289,17 @@ class Session:
         )  # fmt: skip
         cache.attach(self._run)
         if self.state_checks.known:
-            self.observer.on(self._run_event(batch, cache.requests or batch))
+            # every rank makes an event: all take the first rank's run id and clock
+            run_id, began_unix_ns = self.ranks.exchange((uuid4().hex, time.time_ns()))[0]
+            event = RunEvent(
+                batch=batch, requests=cache.requests or batch, policy=self.policy_name, backend=self.backend,
+                device=str(self.model.device), config=self.policy.config.to_dict(),
+                trigger_token_ids=self.trigger_token_ids, model=describe_model(self.model, self.shapes()),
+                lossless=self.engine.lossless, audit=None if self.audit is None else self.audit.to_dict(),
+                rank=self.ranks.number, ranks=self.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
+            )  # fmt: skip
+            self.observer.on(event)
         return self._run
-
-    def _run_event(self, batch: int, requests: int) -> RunEvent:
-        # every rank makes one: all take the first rank's run id and clock
-        run_id, began_unix_ns = self.ranks.exchange((uuid4().hex, time.time_ns()))[0]
-        return RunEvent(
-            batch=batch, requests=requests, policy=self.policy_name, backend=self.backend,
-            device=str(self.model.device), config=self.policy.config.to_dict(),
-            trigger_token_ids=self.trigger_token_ids, model=describe_model(self.model, self.shapes()),
-            lossless=self.engine.lossless, audit=None if self.audit is None else self.audit.to_dict(),
-            rank=self.ranks.number, ranks=self.ranks.size, run_id=run_id, began_unix_ns=began_unix_ns,
-        )  # fmt: skip
 
     def store(self, batch: int, capacity: int, generated: int) -> KVStore:
         """Make the store of a run that generates so many tokens."""
@@ -325,10 +319,7 @@ class Session:
                 torch.cuda.synchronize(self._run.device)
 
     def observe(self) -> None:
-        """Prepare for the observers and the audit, if there are any.
-
-        Raise `ConfigError` for layers or heads that the model lacks, and for settings that ranks rule out.
-        """
+        """Prepare for the observers and the audit; raise `ConfigError` for what model, ranks or backend rule out."""
         if self.policy.mixes_heads:
             checks.check_heads(self.policy, self.shapes(), self.model, self.ranks.size)
         if self.tiers is not None and self.ranks.size > 1:
@@ -340,3 +331,41 @@ class Session:
             check_audit(self.audit, self.shapes())
         if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
+
+
+def shadow(model: Any, run: Run, cache: SfiCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run an audited step densely, then undo its changes to the cache, but for keys that the step rewrites."""
+    held, cache.shadowed = cache.taken(), True
+    cache.attach(dense_twin(run))
+    try:
+        with run.observer.span("shadow"):
+            cache.dense_BV = model(*args, **kwargs).logits[:, -1]
+    finally:
+        cache.shadowed = False
+        cache.put_back(held)
+        cache.attach(run)
+
+
+def compare_shadow(run: Run, logits_BV: torch.Tensor, dense_BV: torch.Tensor) -> None:
+    """Tell the observer how far the step's distributions are from its shadow's."""
+    rows = audited_rows(run)
+    chosen = torch.tensor(rows, device=logits_BV.device)
+    compared = compare_logits(logits_BV[chosen], dense_BV[chosen])
+    steps = tuple(run.requests[row].step for row in rows)
+    run.observer.on(LogitsEvent(requests=run.requests_of(rows), steps=steps, **compared))
+
+
+def audited_rows(run: Run) -> tuple[int, ...]:
+    """Return the rows of the audited requests whose step reads sparsely."""
+    audit, states = run.audit, run.requests
+    if audit is None:
+        return ()
+    sparse = run.batch_pass.fast
+    if run.policy.mixes_heads:  # some heads of a slow step read sparsely
+        sparse = tuple(sorted((*sparse, *run.batch_pass.slow)))
+    return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))
+
+
+def most_drafted(shapes: Sequence[LayerShape], asked: int) -> int:
+    """Return the most tokens of a draft: a sliding window must hold them and the token before."""
+    return max(1, min([asked, *(shape.window - LEAST_WINDOW + 1 for shape in shapes if shape.window)]))

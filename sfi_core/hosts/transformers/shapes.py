@@ -13,11 +13,10 @@ import torch
 from transformers import DynamicCache
 
 from sfi_core.errors import UnsupportedModelError
+from sfi_core.hosts.transformers.attention import looking, routed
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
-from sfi_core.hosts.transformers.checks import check_supported
 from sfi_core.hosts.transformers.own_layers import of_own_kind, states
-from sfi_core.hosts.transformers.routing import looking, routed
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 Arrived = tuple[torch.Tensor, torch.Tensor, int]  # keys, values, and the number of query heads
 # passes of so many tokens each that must leave the same states
@@ -31,14 +30,14 @@ def layer_shapes(model: Any) -> list[LayerShape]:
     Latents are expanded by then. A model on the meta device computes nothing. Raise `UnsupportedModelError`
     where SFI cannot act, or where without weights the pass depends on data.
     """
-    cache = SfiCache(model, None, None, frozenset())
-    arrived, reads = probe(model, cache), cache.owners
+    cache = SfiCache(model)
+    arrived, owners = probe(model, cache), cache.owners
     if missed := [layer.index for layer in cache.managed if layer.index not in arrived]:
         raise UnsupportedModelError(
             f"{cache.name} has layers {missed} that do not attend through transformers' attention interface"
         )
     return [
-        _shape(model, cache.layers[reads.get(index, index)], arrived.get(index), reads.get(index))
+        _shape(model, cache.layers[owners.get(index, index)], arrived.get(index), owners.get(index))
         for index in range(max(len(cache.layers) - 1, *arrived) + 1)
     ]
 
@@ -66,7 +65,6 @@ def probe(model: Any, cache: Any, *passes: tuple[torch.Tensor, torch.Tensor | No
     A pass has tokens, and the mask of all tokens so far; without any, one pass reads two tokens. `cache` is ours or
     transformers'; of the latter nothing is looked at.
     """
-    check_supported(model)
     arrived: dict[int, Arrived] = {}
     no_run: Any = object()  # no layer gets that far
 
@@ -82,14 +80,14 @@ def probe(model: Any, cache: Any, *passes: tuple[torch.Tensor, torch.Tensor | No
         return value.new_zeros(B, T, heads, value.shape[3]), None
 
     passes = passes or ((torch.zeros(1, 2, dtype=torch.long, device=model.device), None),)
-    weightless = model.device.type == "meta"
+    weightless, is_ours = model.device.type == "meta", isinstance(cache, SfiCache)
     try:
         with routed(model), looking(look), _without_experts(model) if weightless else nullcontext():
             for ids_BT, mask in passes:
-                if isinstance(cache, SfiCache):
+                if is_ours:
                     cache.attach(no_run)
                 model(input_ids=ids_BT, attention_mask=mask, use_cache=True, **{CACHE_NAME: cache})
-                if isinstance(cache, SfiCache):
+                if is_ours:
                     cache.detach()
     except (RuntimeError, NotImplementedError) as error:
         if not weightless:
@@ -143,8 +141,7 @@ class StateChecks:
 
     def shapes(self) -> list[LayerShape]:
         """Return the layers' shapes; the first call runs a pass over two tokens."""
-        if not self._shapes:
-            self._shapes = layer_shapes(self._model)
+        self._shapes = self._shapes or layer_shapes(self._model)
         return self._shapes
 
     def passes(self, asked: str) -> None:
@@ -176,28 +173,26 @@ class StateChecks:
         # class and layer of the first mixer whose state differs, "" for none
         if asked not in self._tried:
             stated = any(shape.state_bytes for shape in self.shapes())
-            self._tried[asked] = self._try(asked) if stated else ""
+            self._tried[asked] = _differing(self._model, asked) if stated else ""
         return self._tried[asked]
 
-    def _try(self, asked: str) -> str:
-        model = self._model
-        last = model.config.get_text_config(decoder=True).vocab_size - 1
-        far = torch.finfo(model.dtype).eps ** 0.5  # relative: well above rounding
-        ids_1T = torch.linspace(0, last, 8, device=model.device).long()[None]
-        ways: list[list[tuple[torch.Tensor, torch.Tensor | None]]]
-        if asked == PADDING:
-            mask_1T = (torch.arange(8, device=model.device) >= 6).long()[None]  # noqa: PLR2004
-            ways = [[(ids_1T[:, 6:], None)], [(ids_1T, mask_1T)]]
-        else:
-            ways = [[(part, None) for part in torch.split(ids_1T, list(sizes), 1)] for sizes in EQUAL[asked]]
-        caches = [SfiCache(model, None, None, frozenset()) for _ in ways]
-        for cache, passes in zip(caches, ways, strict=True):
-            probe(model, cache, *passes)
-        for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
-            pairs = zip(*(states(layer) for layer in layers), strict=True)
-            if any((a - b).float().norm() > far * a.float().norm() for (_, _, a), (_, _, b) in pairs):
-                named = [
-                    type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == index
-                ]
-                return f"{named[-1]} of layer {index}" if named else f"layer {index}"
-        return ""
+
+def _differing(model: Any, asked: str) -> str:
+    last = model.config.get_text_config(decoder=True).vocab_size - 1
+    far = torch.finfo(model.dtype).eps ** 0.5  # relative: well above rounding
+    ids_1T = torch.linspace(0, last, 8, device=model.device).long()[None]
+    ways: list[list[tuple[torch.Tensor, torch.Tensor | None]]]
+    if asked == PADDING:
+        mask_1T = (torch.arange(8, device=model.device) >= 6).long()[None]  # noqa: PLR2004
+        ways = [[(ids_1T[:, 6:], None)], [(ids_1T, mask_1T)]]
+    else:
+        ways = [[(part, None) for part in torch.split(ids_1T, list(sizes), 1)] for sizes in EQUAL[asked]]
+    caches = [SfiCache(model) for _ in ways]
+    for cache, passes in zip(caches, ways, strict=True):
+        probe(model, cache, *passes)
+    for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
+        pairs = zip(*(states(layer) for layer in layers), strict=True)
+        if any((a - b).float().norm() > far * a.float().norm() for (_, _, a), (_, _, b) in pairs):
+            kinds = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == index]
+            return f"{kinds[-1]} of layer {index}" if kinds else f"layer {index}"
+    return ""

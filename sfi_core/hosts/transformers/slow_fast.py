@@ -3,22 +3,17 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from threading import Lock, get_ident
+from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary
-
-from transformers import AttentionInterface
+from weakref import WeakKeyDictionary, WeakSet
 
 from sfi_core.engine.attend import check_backend, check_shapes
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.hosts.transformers.attention import sfi_attention
-from sfi_core.hosts.transformers.forward_call import forward_with
-from sfi_core.hosts.transformers.fusion.fuse import fused, wants_fusion
-from sfi_core.hosts.transformers.generate_call import generate_with
-from sfi_core.hosts.transformers.lossless import check_asked
-from sfi_core.hosts.transformers.routing import IN_RUN, routed
+from sfi_core.hosts.transformers.attention import routed
+from sfi_core.hosts.transformers.fusion import fused, wants_fusion
+from sfi_core.hosts.transformers.generate_call import forward_with, generate_with
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.observer import Observer
@@ -56,16 +51,14 @@ def slow_fast(
         page_size: Tokens of a cache page; None is one page a request under torch, 64 tokens under triton.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         engine: How steps are run; None is `EngineOptions()`. With `lossless`, greedy decoding gives what
-            `model.generate` gives without sfi. Sampling gives the tokens of `sfi_core.generate` under full-kv with the
-            same processors and seed, not those of transformers, which draws other random numbers; the seed is one
-            number a call from torch's generator. A loop of one's own around `model(...)` stays sparse.
+            `model.generate` gives without sfi, and sampling what `sfi_core.generate` gives under full-kv with the same
+            processors and seed, a number from torch's generator. A loop of one's own around `model(...)` stays sparse.
 
     Yields:
         The session; its `report` describes the last run. The model is restored on exit.
 
     Raises:
-        ConfigError: Unknown policy or backend, trigger strings without a tokenizer, a nested use in one thread, or
-            what a lossless run cannot have.
+        ConfigError: A setting is unknown or out of range, or use in one thread is nested.
         BackendError: The backend cannot run the model here.
         UnsupportedModelError: The architecture cannot run under SFI.
     """
@@ -97,16 +90,12 @@ def session_on(
     audit: AuditConfig | None = None,
     engine: EngineOptions | None = None,
 ) -> Iterator[Session]:
-    """Put a model under a session for sfi's own loop; arguments and errors are those of `slow_fast`.
-
-    `model.generate`, and all calls of other threads, stay as they are without sfi.
-    """
+    """Put a model under a session for sfi's own loop; `model.generate` and other threads' calls stay as without sfi."""
     engine = engine or DEFAULTS
     check_backend(engine.backend, model.device)
     policy = policy or default_policy(lossless=engine.lossless)
     with _turn(model), ExitStack() as stack:
         session = Session(model, tokenizer, checked_config(config), policy, observers, page_size, audit, engine)
-        AttentionInterface.register(IN_RUN, sfi_attention)
         stack.enter_context(routed(model))
         for hook in (
             model.register_forward_pre_hook(session.before_forward, with_kwargs=True),
@@ -115,7 +104,7 @@ def session_on(
             stack.callback(hook.remove)
         stack.callback(session.close)
         if session.engine.lossless:
-            check_asked(session.policy, session.policy_name, engine, audited=audit is not None)
+            check_lossless(session.policy, policy, engine, audited=audit is not None)
             check_rotation(model.config)
             session.state_checks.passes("a lossless run")
         stack.enter_context(session.ranks.guarded())
@@ -127,30 +116,27 @@ def session_on(
         yield session
 
 
-@dataclass(slots=True)
-class _Turn:
-    lock: Lock = field(default_factory=Lock)
-    thread: int = 0  # that holds the lock
-
-
-_turns: WeakKeyDictionary[Any, _Turn] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_under_sfi: WeakSet[Any] = WeakSet()
 
 
 @contextmanager
 def _turn(model: Any) -> Iterator[None]:
     # a model has one session at a time: that of another thread waits
-    turn = _turns.setdefault(model, _Turn())
-    if turn.thread == get_ident():
-        raise ConfigError("slow_fast must not be nested on one model, got a second one")
-    if not turn.lock.acquire(timeout=PATIENCE):
+    lock = _turns.setdefault(model, RLock())
+    if not lock.acquire(timeout=PATIENCE):
         logger.warning("another thread has this model under sfi; waiting until it is done")
-        turn.lock.acquire()
-    turn.thread = get_ident()
+        lock.acquire()
     try:
-        yield
+        if model in _under_sfi:
+            raise ConfigError("slow_fast must not be nested on one model, got a second one")
+        _under_sfi.add(model)
+        try:
+            yield
+        finally:
+            _under_sfi.discard(model)
     finally:
-        turn.thread = 0
-        turn.lock.release()
+        lock.release()
 
 
 def _resolved(backend: str, session: Session, page_size: int | None) -> str:
@@ -158,18 +144,13 @@ def _resolved(backend: str, session: Session, page_size: int | None) -> str:
     model = session.model
     if backend == "torch" or (backend == "auto" and model.device.type != "cuda"):
         return "torch"
+    why, devices = "", sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        why = f"the triton backend needs the model on one device, got {', '.join(devices)}; use the torch backend"
     try:
-        _check_one_device(model)
         check_shapes(session.shapes(), page_size, model.dtype, model.device)
     except KernelLimitError as error:
-        if backend == "auto":
-            return "torch"
-        raise BackendError(str(error)) from error
-    return "triton"
-
-
-def _check_one_device(model: Any) -> None:
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise KernelLimitError(f"the triton backend needs the model on one device, got {names}; use the torch backend")
+        why = why or str(error)
+    if why and backend != "auto":
+        raise BackendError(why)
+    return "torch" if why else "triton"

@@ -1,7 +1,6 @@
 """The tables of a transformers model for compiled steps: where all its modules are known by their source."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,11 +8,11 @@ import torch
 from transformers.activations import GELUTanh, SiLUActivation
 
 from sfi_core.engine.compiled_steps import StepModel
-from sfi_core.hosts.transformers.fusion import known as sources
+from sfi_core.hosts.transformers import known as sources
 from sfi_core.machine.private import has_hooks
-from sfi_kernels import matrix as words
-from sfi_kernels.numpy_views import KINDS
-from sfi_kernels.step_tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
+from sfi_kernels import tables as words
+from sfi_kernels.compiled import KINDS
+from sfi_kernels.tables import LAYER_WORDS, STEP_WORDS, Layer, Real, Step
 
 NORMS = {  # by the words of a layer's row: Llama's layer, then Gemma 2's
     "llama": {Layer.NORM: "input_layernorm", Layer.MLP_NORM: "post_attention_layernorm"},
@@ -51,11 +50,11 @@ def step_model(model: Any) -> StepModel:
     step_X[Step.INNER], step_X[Step.GELU] = mlp.gate_proj.out_features, GATES[type(mlp.act_fn)]
     step_X[Step.LAST_NORM] = _norm(base.norm, holds)
     step_X[Step.HEAD :] = _matrix(head, holds)
-    norm, head_norm = layers[0].input_layernorm, getattr(attention, "q_norm", None)
-    real_X[Real.EPS] = _eps(norm)
-    real_X[Real.HEAD_EPS] = 0.0 if head_norm is None else _eps(head_norm)
+    for word, norm in ((Real.EPS, layers[0].input_layernorm), (Real.HEAD_EPS, getattr(attention, "q_norm", None))):
+        real_X[word] = 0.0 if norm is None else norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
     real_X[Real.SCALE] = attention.scaling
     real_X[Real.CAP] = getattr(attention, "attn_logit_softcapping", None) or 0.0
+    cap = getattr(model.config, "final_logit_softcapping", None)
 
     def turn(position_X: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         like, options = torch.empty(1, 1), [(kind,) if by_kind else () for kind in turned]
@@ -71,31 +70,30 @@ def step_model(model: Any) -> StepModel:
         raise UnknownError("rows of no multiple of 32 numbers")
     return StepModel(
         layer_LX=layer_LX, step_X=step_X, real_X=real_X, embed=model.get_input_embeddings(), turn=turn,
-        finish=_final_cap(model.config), holds=holds,
+        finish=(lambda logits: torch.tanh(logits / cap) * cap) if cap else lambda logits: logits, holds=holds,
     )  # fmt: skip
 
 
-def _final_cap(config: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    cap = getattr(config, "final_logit_softcapping", None)
-    return (lambda logits: torch.tanh(logits / cap) * cap) if cap else lambda logits: logits
-
-
-def _check(module: Any, known: Any) -> None:
-    if sources.digest(type(module).forward) not in known or has_hooks(module):
+def _check(module: Any, known: Any) -> str:
+    digest = sources.digest(type(module).forward)
+    if digest not in known or has_hooks(module):
         raise UnknownError(f"{type(module).__name__}, which compiled steps do not know")
+    return digest
 
 
 def _layer_row(layer: Any, holds: list[Any]) -> Any:
-    _check(layer, sources.DECODER_LAYER | sources.GEMMA_LAYER)
-    _check(layer.mlp, sources.GATED_MLP)
     attention, row = layer.self_attn, np.zeros(LAYER_WORDS, np.int64)
-    normed = _normed(attention)
+    gemma = _check(layer, sources.DECODER_LAYER | sources.GEMMA_LAYER) in sources.GEMMA_LAYER
+    _check(layer.mlp, sources.GATED_MLP)
+    attentions = sources.ATTENTION | sources.GEMMA_ATTENTION
+    digest = _check(attention, attentions)
+    if not sources.rotates_halves(type(attention).forward):
+        raise UnknownError(f"{type(attention).__name__}, whose rotation compiled steps do not know")
     if type(layer.mlp.act_fn) not in GATES:
         raise UnknownError(f"{type(layer.mlp.act_fn).__name__}, a gate that compiled steps do not know")
-    gemma = sources.digest(type(layer).forward) in sources.GEMMA_LAYER
     for word, name in NORMS["gemma" if gemma else "llama"].items():
         row[word] = _norm(getattr(layer, name), holds)
-    if normed:
+    if attentions[digest].norms:
         row[Layer.QUERY_NORM], row[Layer.KEY_NORM] = _norm(attention.q_norm, holds), _norm(attention.k_norm, holds)
     projections = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     matrices = *projections, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj
@@ -103,25 +101,12 @@ def _layer_row(layer: Any, holds: list[Any]) -> Any:
     return row
 
 
-def _normed(attention: Any) -> bool:
-    digest = sources.digest(type(attention).forward)
-    _check(attention, sources.ATTENTION.keys() | sources.GEMMA_ATTENTION)
-    if not sources.rotates_halves(type(attention).forward):
-        raise UnknownError(f"{type(attention).__name__}, whose rotation compiled steps do not know")
-    known = sources.ATTENTION.get(digest)
-    return sources.GEMMA_ATTENTION[digest] if known is None else known.norms
-
-
 def _norm(module: Any, holds: list[Any]) -> int:
-    _check(module, sources.RMS_NORM | sources.GEMMA_NORM)
-    gemma = sources.digest(type(module).forward) in sources.GEMMA_NORM
-    weight = (1.0 + module.weight.detach().float() if gemma else module.weight.detach().float()).contiguous()
+    gemma = _check(module, sources.RMS_NORM | sources.GEMMA_NORM) in sources.GEMMA_NORM
+    weight = module.weight.detach().float()
+    weight = (1.0 + weight if gemma else weight).contiguous()
     holds.append(weight)
     return int(weight.data_ptr())
-
-
-def _eps(norm: Any) -> float:
-    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
 
 
 def _matrix(module: Any, holds: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The two-tier KV store of a run under a device budget."""
+"""The two-tier KV store of a run under a device budget, and what a policy can run under."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,25 +9,26 @@ from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.machine.memory import free_bytes
 from sfi_core.policies import POLICIES, Policy, policy_class
 from sfi_core.settings.engine import DeviceBudget, EngineOptions
-from sfi_core.sizes.two_tier import TwoTierBytes, check_device_budget, ring_pages, two_tier_bytes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.sizes.policy import TwoTierBytes, check_device_budget, ring_pages, two_tier_bytes
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import side_of
 from sfi_core.state.two_tier import TwoTierStore
 
 TILE = 16  # tokens that a page of the Triton kernels is a multiple of
+ABILITIES = {"offloads": "run under kv_device_budget", "drafts": "draft for a lossless run"}
 
 
 class TierPlan:
     """The division of keys and values between host and device, under a device budget.
 
-    Raise `ConfigError` if the budget is no share or size, the policy reads the whole cache on the device, or
-    the recent window is shorter than a page.
+    Raise `ConfigError` for a budget that is no share or size, a policy that reads the whole cache on the device, or a
+    recent window shorter than a page.
     """
 
     def __init__(self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int) -> None:
         self.budget = DeviceBudget.parse(budget)
         self.policy, self.shapes, self.page = policy, shapes, page
-        check_offloads(policy, name)
+        check_able(policy, name, "offloads")
         if policy.config.recent < page:
             raise ConfigError(
                 f"recent must be at least a page of {page} tokens under kv_device_budget, got "
@@ -43,9 +44,9 @@ class TierPlan:
         return config.recent + grows + 1
 
     def bytes(self, batch: int, capacity: int, generated: int | None = None, *, resident: bool = False) -> TwoTierBytes:
-        """Add up the bytes of a run, with or without the heads that stay on the device if there is room.
+        """Add up the bytes of a run, whose recent window never grows if `generated` is None.
 
-        With None for `generated` the recent window never grows.
+        `resident` says whether the heads that stay on the device if there is room are there.
         """
         recent = self.policy.config.recent if generated is None else self.longest_recent(generated)
         return two_tier_bytes(
@@ -54,11 +55,7 @@ class TierPlan:
         )  # fmt: skip
 
     def store(self, batch: int, capacity: int, generated: int, backend: str, device: torch.device) -> TwoTierStore:
-        """Make the store.
-
-        Raise `ConfigError` for a budget that is too small, `BackendError` for a page that is no multiple of a
-        tile under Triton, and `MemoryForecastError` if the host's memory is too small.
-        """
+        """Make the store; raise an `SfiError` for too small a budget or memory, or a page of no whole tiles."""
         if backend == "triton" and self.page % TILE:
             raise BackendError(
                 f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got {self.page}"
@@ -80,18 +77,24 @@ class TierPlan:
         )  # fmt: skip
 
 
-def check_offloads(policy: Policy | type[Policy], name: str) -> None:
-    """Raise `ConfigError` for a policy that cannot run over two tiers; the message lists those that can."""
-    if not policy.offloads:
-        able = ", ".join(sorted(policy_name for policy_name, kind in POLICIES.items() if kind.offloads))
-        raise ConfigError(f"policy {name} cannot run under kv_device_budget; those that can: {able}")
+def check_able(policy: Policy | type[Policy], name: str, ability: str) -> None:
+    """Raise `ConfigError` for a policy without one of `ABILITIES`; the message lists the policies that have it."""
+    if not getattr(policy, ability):
+        able = ", ".join(sorted(other for other, kind in POLICIES.items() if getattr(kind, ability)))
+        raise ConfigError(f"policy {name} cannot {ABILITIES[ability]}; those that can: {able}")
+
+
+def check_lossless(policy: Policy | type[Policy], name: str, engine: EngineOptions, *, audited: bool) -> None:
+    """Raise `ConfigError` for what a lossless run cannot have, whatever the model."""
+    check_able(policy, name, "drafts")
+    if engine.kv_device_budget is not None:
+        raise ConfigError("lossless must be off with kv_device_budget, whose host pages cannot be taken back")
+    if audited:
+        raise ConfigError("lossless must be off with an audit: a lossless run compares every drafted token itself")
 
 
 def engine_for(policy: str, engine: EngineOptions) -> EngineOptions:
-    """Return the options for a policy in a comparison, without those that it cannot run under.
-
-    Full attention then has its cache on the device: that is what a method in two tiers has to beat.
-    """
+    """Return a policy's options in a comparison: without those that it cannot run under, as a rival to beat has."""
     kind = policy_class(policy)
     budget = engine.kv_device_budget if kind.offloads else None
     return replace(engine, kv_device_budget=budget, lossless=engine.lossless and kind.drafts)

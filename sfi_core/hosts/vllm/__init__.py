@@ -26,9 +26,5 @@ class ServeTable(Table):
     """The plugin's settings that `sfi serve` takes by `--set`; no torch, no vLLM."""
 
     slots_memory: float = setting(
-        0.25,
-        "Share of the GPU's memory, or of the machine's on a CPU, that slots may take. A server "
-        "whose budget and slots need more does not start.",
-        above=0.0,
-        most=1.0,
+        0.25, "Share of the GPU's memory, on a CPU of the machine's, that slots may take at most.", above=0.0, most=1.0
     )

@@ -14,70 +14,62 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import cpu_attn, flash_attn, triton_attn
 from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
-)
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.room import Room, is_configured
-from sfi_core.hosts.vllm.rows import HostRows, Part, RowMatcher, last_blocks, part_of
-from sfi_core.hosts.vllm.worker import MatchedPass, WorkerEngine
+from sfi_core.hosts.vllm.names import engine_of_process, give_room, is_configured, layer_index
+from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
+from sfi_core.state.layer_pages import PackedSegment
+from sfi_kernels.code_scan import BatchCodes
+
+Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 
 @dataclass(slots=True)
 class Batch:
     """Shared by all layers of a pass, beside vLLM's metadata, of which `common` was the input.
 
-    `entered` is the pass, once a layer has entered it; `part` are the rows that vLLM's kernel computes, None
-    for all rows or none, as `entered` tells.
+    `entered` is the pass, once a layer has entered it; `part` is `part_of` it.
     """
 
     common: Any
     builder: Any
     entered: MatchedPass | None = None
-    part: Part | None = None
+    part: tuple[Any, slice | torch.Tensor] | None = None
 
     def enter(self, engine: WorkerEngine) -> MatchedPass:
-        """Enter the pass with the first layer, and return it for the others."""
+        """Enter the pass with the first layer, and return it for the others.
+
+        The metadata has each row's first query and cached tokens on the host (the latter exact without speculative
+        decoding); rows of no tokens pad the batch at the end.
+        """
         if self.entered is None:
             common, table_RP = self.common, self.common.block_table_tensor
-            rows = HostRows(
-                common.query_start_loc_cpu.tolist(),
-                common.seq_lens_cpu_upper_bound.tolist(),
-                None if common.req_idx is None else common.req_idx.tolist(),
-            )
-            plan = engine.plan
-            assert plan is not None, "the scheduler has planned the pass"
+            assert engine.plan is not None, "the scheduler has planned the pass"
+            entries = engine.plan.entries
+            starts = common.query_start_loc_cpu.tolist()[: len(entries) + 1]
+            lengths = common.seq_lens_cpu_upper_bound[: len(entries)].tolist()
             matched = self.builder.matcher.match(
-                rows, plan.entries, lambda: last_blocks(table_RP, rows, engine.store.page_size, engine.split)
+                [(length, end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)],
+                None if common.req_idx is None else common.req_idx.tolist(),
+                entries,
+                lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
             )
-            self.entered = engine.enter(matched, table_RP)
+            self.entered = engine.enter([*zip(starts, matched, strict=False)], table_RP)
             self.part = part_of(common, self.entered, self.builder.build_part)
         return self.entered
 
 
-class PagedBuilder:
+class PagedBuilder(Mixin):
     """Builds vLLM's metadata, and keeps its input."""
 
     reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
     supports_update_block_table = False  # the metadata of another group is not ours
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._sfi = is_configured(vllm_config)
         self.matcher = RowMatcher()
 
@@ -86,23 +78,38 @@ class PagedBuilder:
         """Keep attention out of CUDA graphs where sfi is on: Python decides whether a step is slow."""
         if is_configured(vllm_config):
             return AttentionCGSupport.NEVER
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
         """Build vLLM's metadata without a schedule: the rows of vLLM's kernel are not known yet."""
-        made: Any = super().build(  # type: ignore[misc]
-            common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options
-        )
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options)
         if self._sfi:
             made.sfi = Batch(copy.copy(common_attn_metadata), self)
         return made
 
     def build_part(self, common: Any) -> Any:
         """Build vLLM's metadata for a part of the batch."""
-        return super().build(0, common, True)  # type: ignore[misc]
+        return super().build(0, common, True)
 
 
-class PagedBackend:
+class SfiBackend(Mixin):
+    """A vLLM backend with an implementation and a builder of ours."""
+
+    impl: Any
+    builder: Any
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        """Return the implementation."""
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> Any:
+        """Return the builder."""
+        return cls.builder
+
+
+class PagedBackend(SfiBackend):
     """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
 
     supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
@@ -131,23 +138,42 @@ class PagedBackend:
     supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
 
 
-class PagedImpl(Room):
-    """Attends with sfi in planned passes of full-attention layers, and as vLLM does elsewhere."""
+class PagedImpl(Mixin):
+    """Attends with sfi in planned passes of the full-attention layers that it `manages`, and as vLLM does elsewhere.
 
-    attn_type: Any
-    sliding_window: Any
+    `segment` is the layer's packed segment, None before the weights are loaded, in layers that sfi does not serve, and
+    in dense ones; `codes` also for a policy without them. `norm_X` is float32 room for the norms of the cached keys;
+    None where free memory does not determine the cache's size, as on a CPU. `given` says whether `give_room` has run.
+    """
+
+    segment: PackedSegment | None = None
+    codes: BatchCodes | None = None
+    norm_X: torch.Tensor | None = None
+    given = False
     supports_dcp = False
     supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""
         super().__init__(*args, **kwargs)
-        decodes = self.attn_type == AttentionType.DECODER
-        self.serve(get_current_vllm_config(), whole=decodes and self.sees_all)
+        self.vllm_config, window = get_current_vllm_config(), self.sliding_window  # on a CPU vLLM has it as a number
+        whole = window == (-1, -1) if isinstance(window, tuple) else window <= 0
+        self.manages = whole and self.attn_type == AttentionType.DECODER and is_configured(self.vllm_config)
+        if self.manages and self.alibi_slopes is not None:
+            raise ConfigError("sfi does not run in vLLM with ALiBi; leave the connector out")
+        if self.manages and self.kv_sharing_target_layer_name is not None:
+            raise ConfigError("sfi does not run in vLLM with layers that share keys and values")
 
-    @property
-    def sees_all(self) -> bool:
-        """Whether the layer has no sliding window."""
-        return bool(self.sliding_window == (-1, -1))
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Give all layers their room, with the first layer; weights may be loaded more than once."""
+        super().process_weights_after_loading(act_dtype)
+        if self.manages and not self.given:
+            give_room(self.vllm_config, act_dtype)
+
+    def engine_of(self, layer: Any) -> WorkerEngine | None:
+        """Return the engine that serves the layer, if any."""
+        engine = engine_of_process() if self.manages else None
+        return None if engine is None or layer_index(layer.layer_name) not in engine.store.layers else engine
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
@@ -157,36 +183,54 @@ class PagedImpl(Room):
             raise ConfigError(f"a row of vLLM's cache must be a key and a value of {D} numbers, got {width}")
         return kv_cache[..., :D], kv_cache[..., D:]
 
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Let vLLM write keys and values, then store the keys' norms."""
+        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        engine = self.engine_of(layer)
+        if engine is not None:
+            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
+
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine = self.engine_of(layer, planned=True)
+        engine, attend = self.engine_of(layer), super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        attend = super().forward  # type: ignore[misc]
-        if engine is None or batch is None:
+        if engine is None or engine.plan is None or batch is None:
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
         entered = batch.enter(engine)
         if len(entered.whole) == len(entered.rows):
             attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         elif batch.part is not None:
-            parts, out = batch.part.take(query, key, value), batch.part.room(output)
-            attend(layer, *parts, kv_cache, batch.part.metadata, out, *args, **kwargs)
-            batch.part.put(out, output)
-        self.attend_rows(engine, layer, query, output, sum(row.count for row, _ in entered.rows))
+            metadata, tokens = batch.part
+            out = output[tokens] if isinstance(tokens, slice) else output.new_empty(len(tokens), *output.shape[1:])
+            attend(layer, query[tokens], key[tokens], value[tokens], kv_cache, metadata, out, *args, **kwargs)
+            if not isinstance(tokens, slice):
+                output[tokens] = out
+        H, count = self.num_kv_heads, sum(entry.count for _, entry in entered.rows)
+        engine.attend(
+            layer_index(layer.layer_name),
+            query[:count].view(count, H, -1, self.head_size),
+            output[:count].view(count, H, -1, output.shape[-1]),
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )
         return output
 
 
 LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
 
 
-class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
+class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
     """Makes the metadata, and chooses a layout of the cache that torch can read."""
 
-    reorder_batch_threshold = CPUAttentionMetadataBuilder.reorder_batch_threshold
-    supports_update_block_table = CPUAttentionMetadataBuilder.supports_update_block_table
+    reorder_batch_threshold = cpu_attn.CPUAttentionMetadataBuilder.reorder_batch_threshold
+    supports_update_block_table = cpu_attn.CPUAttentionMetadataBuilder.supports_update_block_table
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -195,27 +239,8 @@ class SfiCpuBuilder(PagedBuilder, CPUAttentionMetadataBuilder):
             self._set_isa_to_layers(layer_names)
 
 
-class SfiCpuBackend(CPUAttentionBackend):
-    """vLLM's CPU backend with our implementation and builder."""
-
-    @staticmethod
-    def get_impl_cls() -> type["SfiCpuImpl"]:
-        """Return the implementation."""
-        return SfiCpuImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SfiCpuBuilder]:
-        """Return the builder."""
-        return SfiCpuBuilder
-
-
-class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
-    """Attends; 0 and less stand for no sliding window."""
-
-    @property
-    def sees_all(self) -> bool:
-        """See `PagedImpl`."""
-        return bool(self.sliding_window <= 0)
+class SfiCpuImpl(PagedImpl, cpu_attn.CPUAttentionBackendImpl):
+    """Attends over the CPU's layout."""
 
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache as keys and values, [blocks, H, tokens, D]; the keys' last stride is not 1."""
@@ -225,12 +250,24 @@ class SfiCpuImpl(PagedImpl, CPUAttentionBackendImpl):
         return key.view(P, H, D, N).transpose(2, 3), value
 
 
+class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):
+    """vLLM's CPU backend with sfi."""
+
+    impl, builder = SfiCpuImpl, SfiCpuBuilder
+
+
 # FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
-_Backend: Any = TritonAttentionBackend
-_Builder: Any = TritonAttentionMetadataBuilder
-_Impl: Any = TritonAttentionImpl
+_Parts: Any = (
+    triton_attn.TritonAttentionBackend,
+    triton_attn.TritonAttentionMetadataBuilder,
+    triton_attn.TritonAttentionImpl,
+)
 if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
-    _Backend, _Builder, _Impl = (FlashAttentionBackend, FlashAttentionMetadataBuilder, FlashAttentionImpl)
+    _Parts = (flash_attn.FlashAttentionBackend, flash_attn.FlashAttentionMetadataBuilder, flash_attn.FlashAttentionImpl)
+_Backend: Any
+_Builder: Any
+_Impl: Any
+_Backend, _Builder, _Impl = _Parts
 
 
 class SfiCudaBuilder(PagedBuilder, _Builder):
@@ -244,12 +281,4 @@ class SfiCudaImpl(PagedImpl, _Impl):
 class SfiCudaBackend(PagedBackend, _Backend):
     """The backend that vLLM's registry has as `CUSTOM`."""
 
-    @staticmethod
-    def get_impl_cls() -> type[SfiCudaImpl]:
-        """Return the implementation."""
-        return SfiCudaImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[SfiCudaBuilder]:
-        """Return the builder."""
-        return SfiCudaBuilder
+    impl, builder = SfiCudaImpl, SfiCudaBuilder

@@ -1,16 +1,21 @@
-"""A KV connector that moves no KV: it sends the plan from vLLM's scheduler to its workers."""
+"""A KV connector that moves no KV: it sends the plan from vLLM's scheduler to its workers, and their events back."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.events import Gathered, ServerStats, SfiMetrics, WorkerEvents
-from sfi_core.hosts.vllm.planner import Plan, Planner
+from sfi_core.hosts.vllm.planner import TOTALS, Plan, Planner
 from sfi_core.hosts.vllm.settings import RequestSettings, check_host
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
+from sfi_core.observers.events import AuditEvent, Event, SelectionEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Policy
@@ -18,17 +23,114 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.triggers.trigger import Trigger
 
-REPORT = "sfi"  # the key of an answer's `kv_transfer_params`
+LayerEvent = SelectionEvent | AuditEvent
+
+
+class Gathered(NullObserver):
+    """Keeps one worker's selections and audits until the scheduler's side takes them."""
+
+    def __init__(self) -> None:
+        self._events: list[LayerEvent] = []
+
+    def on_selection(self, event: LayerEvent) -> None:
+        """Keep the event."""
+        self._events.append(event)
+
+    on_audit = on_selection
+
+    def take(self) -> list[LayerEvent]:
+        """Return the events since the last call, on the host; this waits for the device."""
+        events, self._events = self._events, []
+        return [side_by_side([event]) for event in events]
 
 
 @dataclass
-class SfiPlan(names.KVConnectorMetadata):
+class WorkerEvents(base.KVConnectorWorkerMetadata):
+    """The events of one engine step by tensor-parallel rank, all on the host."""
+
+    by_rank: dict[int, list[LayerEvent]]
+
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> Self:
+        """Add another worker's events."""
+        self.by_rank |= other.by_rank
+        return self
+
+    def joined(self) -> list[Event]:
+        """Return the events with the KV heads of all ranks, in the order of the ranks."""
+        by_layer: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
+        for _, events in sorted(self.by_rank.items()):
+            for event in events:
+                by_layer[type(event), event.request, event.step, event.layer].append(event)
+        return [side_by_side(events) for events in by_layer.values()]
+
+
+def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
+    """Copy the ranks' events of one request, step and layer to the host, as one with the KV heads of all."""
+    first, changes = events[0], dict[str, Any]()
+    for field in fields(first):
+        values = [getattr(event, field.name) for event in events]
+        if isinstance(values[0], torch.Tensor):
+            changes[field.name] = torch.cat(values).cpu()
+    if isinstance(first, AuditEvent):
+        changes["heads"] = tuple(range(len(first.heads) * len(events)))
+    else:
+        ranks = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
+        changes["diagnostics"] = {
+            name: torch.cat([tensors[name].flatten() for tensors in ranks]).cpu() for name in first.diagnostics
+        }
+    return replace(first, **changes)
+
+
+class ServerStats(metrics.KVConnectorStats):
+    """Counts since the last report, by the names of `TOTALS`."""
+
+    def reset(self) -> None:
+        """Forget the counts."""
+        self.data.clear()
+
+    def aggregate(self, other: metrics.KVConnectorStats) -> "ServerStats":
+        """Add another's counts."""
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts for vLLM's log line."""
+        attended, context, chosen = (self.data.get(name, 0) for name in ("attended", "context", "selection"))
+        attended, chosen = (attended / context, chosen / context) if context else (1.0, 0.0)
+        counts = {f"sfi_{name}": int(self.data.get(name, 0)) for name in [*TOTALS][:4]}
+        return counts | {"sfi_read_ratio": round(attended, 4), "sfi_cache_read_ratio": round(attended + chosen, 4)}
+
+    def is_empty(self) -> bool:
+        """Say whether all counts are 0."""
+        return not any(self.data.values())
+
+
+class SfiMetrics(metrics.KVConnectorPromMetrics):
+    """Counters `vllm:sfi_<name>` for Prometheus, by engine."""
+
+    def __init__(self, config: Any, types: Any, labels: list[str], values: dict[int, Any]) -> None:
+        super().__init__(config, types, labels, values)
+        self._counters = {}
+        for name, meaning in TOTALS.items():
+            counter = self._counter_cls(name=f"vllm:sfi_{name}", documentation=meaning, labelnames=labels)
+            self._counters[name] = {engine: counter.labels(*label) for engine, label in values.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counts."""
+        for name, value in transfer_stats_data.items():
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
+
+
+@dataclass
+class SfiPlan(base.KVConnectorMetadata):
     """The plan of one engine step, for the workers."""
 
     plan: Plan
 
 
-class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
+class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -38,12 +140,13 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         self._vllm = vllm_config
         self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
-        self.block: int = spec.block_size
-        self.key_width: int = spec.head_size
+        self.block, self.key_width = int(spec.block_size), int(spec.head_size)
         self.layers = sorted(names.layer_index(name) for name in self.layer_names)
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
-        self.observer = self.make_observer(role)
-        if role == names.KVConnectorRole.SCHEDULER:
+        self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
+        self.schedules = role == base.KVConnectorRole.SCHEDULER
+        self.observer = self.make_observer()
+        if self.schedules:
             self.planner = Planner(
                 self.make_policy,
                 slots=self.slots,
@@ -52,13 +155,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
                 observer=self.observer,
                 audit=self.settings.audit,
             )
-            self.stats = ServerStats()
         self.engine: WorkerEngine | None = None
-
-    @property
-    def slots(self) -> int:
-        """Requests that may be sparse at once."""
-        return names.slot_count(self._vllm, self.settings.options)
 
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy for a request's settings."""
@@ -67,17 +164,17 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         policy.key_width = self.key_width  # the scheduler's side sees no key
         return policy
 
-    def make_observer(self, role: Any) -> Observer:
+    def make_observer(self) -> Observer:
         """Return the observer of the side; a worker gathers its events for the scheduler's side.
 
         Raise `ConfigError` for a trace, which only the command line's connector records.
         """
         if self.settings.options.trace is None:
             return NullObserver()
-        if role == names.KVConnectorRole.WORKER:
+        if not self.schedules:
             return Gathered()
         raise ConfigError(
-            "trace must come with kv_connector_module_path=sfi_cli.commands.serve.connector, as sfi serve sets it"
+            "trace must come with kv_connector_module_path=sfi_cli.commands.serve_connector, as sfi serve sets it"
         )
 
     # the scheduler's side
@@ -88,10 +185,10 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Register a request that has arrived."""
-        own = RequestSettings.of(request.sampling_params.extra_args, self.settings.config, self._check)
-        self.planner.see(request, own)
+        settings = RequestSettings.of(request.sampling_params.extra_args, self.settings.config, self._check)
+        self.planner.see(request, settings)
         # keys and values of generated tokens depend on the settings: other settings share no prefix
-        salt = own.salt(self.settings.options.policy)
+        salt = settings.salt(self.settings.options.policy)
         request.cache_salt = f"{request.cache_salt} {salt}" if request.cache_salt else salt
         request.block_hashes.clear()
         request.update_block_hashes()
@@ -103,32 +200,28 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         if asks and not self.trigger_ids:
             raise ConfigError("sfi.trigger_policy must not be boundary on a server without triggers")
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Do nothing: `build_connector_meta` gets the allocations."""
-
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step."""
         return SfiPlan(self.planner.plan(names.scheduled_of(scheduler_output, self.group)))
 
-    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Add a report on the request to its answer."""
-        ended = self.planner.finish(request.request_id)
-        return False, None if ended is None else {REPORT: ended.report()}
-
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        """See `request_finished`."""
-        return self.request_finished(request, block_ids)
+        """Add a report on the request to its answer's `kv_transfer_params`."""
+        ended = self.planner.finish(request.request_id)
+        return False, None if ended is None else {"sfi": ended.report()}
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' events to the observer."""
-        told = connector_output.kv_connector_worker_meta
-        if isinstance(told, WorkerEvents):
-            for event in told.joined():
+        gathered = connector_output.kv_connector_worker_meta
+        if isinstance(gathered, WorkerEvents):
+            for event in gathered.joined():
                 self.observer.on(event)
 
     def get_kv_connector_stats(self) -> ServerStats | None:
         """Return the counts since the last call, on the scheduler's side."""
-        return self.stats.since(self.planner) if self.role == names.KVConnectorRole.SCHEDULER else None
+        if not self.schedules:
+            return None
+        counts, self.planner.totals = self.planner.totals, dict.fromkeys(TOTALS, 0.0)
+        return ServerStats(data=counts)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
@@ -182,12 +275,12 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
                 run.segment(layer)
         self.engine = WorkerEngine(run, store, self.block // page_size)
 
-    def build_connector_worker_meta(self) -> names.KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""
         if not isinstance(self.observer, Gathered) or self.engine is None:
             return None
-        told = self.observer.take()
-        return WorkerEvents({self.engine.run.ranks.number: told}) if told else None
+        events = self.observer.take()
+        return WorkerEvents({self.engine.run.ranks.number: events}) if events else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take the plan of the next forward pass."""
@@ -200,11 +293,7 @@ class SfiConnector(names.KVConnectorBase_V1, names.SupportsHMA):
         if self.engine is not None:
             self.engine.leave()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Load nothing."""
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        """Move nothing; of the scheduler's allocations `build_connector_meta` is told."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Load nothing."""
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Save nothing."""
+    wait_for_layer_load = save_kv_layer = update_state_after_alloc = start_load_kv

@@ -1,51 +1,39 @@
-"""The names of vLLM that the connector uses, and readers of vLLM's objects."""
+"""What the plugin reads of vLLM's objects, and the memory that it takes in vLLM's attention layers."""
 
 import re
 import shlex
 from dataclasses import replace
 from typing import Any
 
+import torch
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm import attention_flags
+from sfi_core.hosts.vllm import CONNECTOR, attention_flags
 from sfi_core.hosts.vllm.planner import Scheduled
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
+from sfi_core.hosts.vllm.worker import WorkerEngine, codes_of
+from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies import policy_class
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.sizes.memory import packed_rows
+from sfi_core.sizes.policy import check_slots, norm_count
+from sfi_core.state.layer_pages import LayerShape, PackedSegment, SegmentShape
 from sfi_core.triggers.trigger import resolve_triggers
-
-__all__ = [
-    "AttentionBackendEnum", "KVConnectorBase_V1", "KVConnectorFactory", "KVConnectorMetadata",
-    "KVConnectorPromMetrics", "KVConnectorRole", "KVConnectorStats", "KVConnectorWorkerMetadata",
-    "SupportsHMA", "get_kv_transfer_group", "has_kv_transfer_group", "register_backend",
-]  # fmt: skip
-
 
 # what vLLM may keep of layers beside full attention
 OTHERS = (MambaSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+FULL = {"full_attention", "attention", "hybrid"}  # transformers' names; hybrid layers have a state beside it
 
 
 def tensor_parallel_ranks() -> Ranks:
     """Return the processes that share this worker's model."""
     group = get_tp_group()
-    if group.world_size == 1:
-        return ALONE
-    return Ranks(group.rank_in_group, group.world_size, group.device_group)
+    return ALONE if group.world_size == 1 else Ranks(group.rank_in_group, group.world_size, group.device_group)
 
 
 def layer_index(name: str) -> int:
@@ -57,8 +45,7 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
     """Return each layer's shape, over all tensor-parallel processes; one without a cache has no heads and no states."""
     ranks, count = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_hidden_layers()
     none = LayerShape(heads=0, key_width=0, value_width=0, itemsize=config.model_config.dtype.itemsize, window=0)
-    found = [none] * count
-    states = [0] * count
+    shapes, states = [none] * count, [0] * count
     for group in cache.kv_cache_groups:
         for name in group.layer_names:
             # vLLM numbers the state beside attention in a layer from `count` on
@@ -66,15 +53,14 @@ def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
             if isinstance(spec, MambaSpec):
                 states[layer] += spec.state_content_size_bytes * ranks
                 continue
-            window = getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None)
-            found[layer] = LayerShape(
+            shapes[layer] = LayerShape(
                 heads=spec.num_kv_heads * ranks,
                 key_width=spec.head_size,
                 value_width=getattr(spec, "head_size_v", None) or spec.head_size,
                 itemsize=spec.dtype.itemsize,
-                window=window,
+                window=getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None),
             )
-    return [replace(shape, state_bytes=held) for shape, held in zip(found, states, strict=True)]
+    return [replace(shape, state_bytes=size) for shape, size in zip(shapes, states, strict=True)]
 
 
 def is_full(spec: Any) -> bool:
@@ -108,6 +94,11 @@ def settings_of(vllm_config: Any) -> Settings:
     """Read the plugin's settings; raise `ConfigError` where these or vLLM's own do not fit."""
     settings = Settings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
     check_host(vllm_config, settings.config)
+    if settings.options.trace is not None:
+        if vllm_config.parallel_config.data_parallel_size > 1:
+            raise ConfigError("trace must be of one engine, got data_parallel_size above 1")
+        if (kind := vllm_config.model_config.quantization) is not None:
+            raise ConfigError(f"trace must be of weights that are not quantized, got quantization={kind}")
     return settings
 
 
@@ -118,8 +109,7 @@ def backend_of(device: Any) -> str:
 
 def slot_count(vllm_config: Any, options: PluginOptions) -> int:
     """Return how many requests may be sparse at once."""
-    most: int = vllm_config.scheduler_config.max_num_seqs
-    return min(options.slots, most)
+    return min(options.slots, int(vllm_config.scheduler_config.max_num_seqs))
 
 
 def impl_of(module: Any) -> Any:
@@ -146,8 +136,7 @@ def scheduled_of(output: Any, group: int) -> Scheduled:
             opened[name] = (blocks[group], cached.num_computed_tokens[place])
         elif blocks is not None:
             grown[name] = blocks[group]
-    lost = tuple(output.preempted_req_ids or ())
-    return Scheduled(output.num_scheduled_tokens, opened, grown, lost)
+    return Scheduled(output.num_scheduled_tokens, opened, grown, tuple(output.preempted_req_ids or ()))
 
 
 def tokenizer_of(vllm_config: Any) -> Any:
@@ -162,3 +151,102 @@ def trigger_ids(vllm_config: Any, settings: Settings) -> tuple[int, ...]:
     """Return T_trig as token ids; raise `ConfigError` as `resolve_triggers`."""
     needed = policy_class(settings.options.policy).triggered
     return resolve_triggers(tokenizer_of(vllm_config), settings.config, needed=needed)
+
+
+def is_configured(vllm_config: Any) -> bool:
+    """Say whether vLLM's settings name our connector; one among several is refused later."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def engine_of_process() -> WorkerEngine | None:
+    """Return the process's engine; None before vLLM has its caches, and without sfi."""
+    engine: WorkerEngine | None = getattr(get_kv_transfer_group(), "engine", None) if has_kv_transfer_group() else None
+    return engine
+
+
+def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
+    """Allocate the packed segments of the layers that sfi serves, their codes, and on a GPU room for norms.
+
+    vLLM loads the weights, lets each attention layer finish them, runs the model once to measure its memory, and gives
+    the rest to its cache. Segments that are allocated in the second step make the cache smaller; later ones would end
+    in "out of memory". Raise `ConfigError` for segments that take more than `slots_memory` allows.
+    """
+    modules = vllm_config.compilation_config.static_forward_context
+    impls: dict[str, Any] = {name: getattr(module, "impl", None) for name, module in modules.items()}
+    rooms = {name: impl for name, impl in impls.items() if getattr(impl, "manages", False)}
+    served = {layer_index(n): i for n, i in rooms.items() if is_full(modules[n].get_kv_cache_spec(vllm_config))}
+    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
+    sparse = [layer for layer in served if layer not in settings.config.dense_layers]
+    slots, longest = slot_count(vllm_config, settings.options), longest_of(vllm_config)
+    for impl in rooms.values():
+        impl.given = True
+    if not served:
+        return  # the connector refuses the model
+    shape = shape_of(next(iter(served.values())), dtype, device)
+    check_room(vllm_config, settings, len(sparse), shape)
+    policy, backend = settings.policy, backend_of(device)
+    rows = packed_rows(policy, longest)
+    for layer in sparse:
+        shape = shape_of(served[layer], dtype, device)
+        served[layer].segment = PackedSegment(slots, rows, shape, packs=not reads_in_place(policy, backend))
+        if policy.chooses:
+            served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest)
+    if device.type == "cuda":
+        cache = vllm_config.cache_config
+        share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
+        free = cache.kv_cache_memory_bytes or share - resident_bytes(device)
+        for impl in served.values():
+            count = norm_count(free, len(served), shape_of(impl, dtype, device))
+            impl.norm_X = torch.empty(count, dtype=torch.float32, device=device)
+
+
+def check_model(vllm_config: Any, settings: Settings) -> None:
+    """Raise `ConfigError` for no full attention, or too little room, before any weight is read."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    config = model.hf_text_config
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:
+        if model.is_hybrid or model.get_sliding_window() is not None:
+            return  # which layers have a state or the window, only the model's code says
+        kinds = ["attention"] * model.get_num_layers(parallel)
+    if not FULL.intersection(kinds):
+        raise ConfigError(f"model must have full-attention layers for sfi, got {sorted(set(kinds))}")
+    sparse = set(range(len(kinds))).difference(settings.config.dense_layers)
+    shape = SegmentShape(
+        heads=model.get_num_kv_heads(parallel),
+        key_width=model.get_head_size(),
+        value_width=model.get_head_size(),
+        dtype=model.dtype,
+        device=torch.device(vllm_config.device_config.device),
+    )
+    check_room(vllm_config, settings, sum(kinds[layer] in FULL for layer in sparse), shape)
+
+
+def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
+    """Raise `ConfigError`, with budget and slots that fit, for slots beyond `slots_memory`.
+
+    `layers` have a segment, with rows of `shape` in this process.
+    """
+    total, parallel = total_bytes(shape.device), vllm_config.parallel_config
+    # the processes of one machine share its memory; each has a GPU of its own
+    sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1
+    check_slots(
+        settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
+        longest=longest_of(vllm_config), query_heads=vllm_config.model_config.get_num_attention_heads(parallel),
+        backend=backend_of(shape.device),
+        limit=None if total is None else int(total * settings.options.slots_memory) // sharing,
+    )  # fmt: skip
+
+
+def longest_of(vllm_config: Any) -> int:
+    """Return the tokens of the longest request, in whole blocks."""
+    block, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    return int(-(-longest // block) * block)
+
+
+def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:
+    """Return a token's keys and values of a layer in this process."""
+    return SegmentShape(
+        heads=impl.num_kv_heads, key_width=impl.head_size, value_width=impl.head_size, dtype=dtype, device=device
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sfi_core.engine.ledger import OpenStep, Reads, RequestPass, enter, plan_step, step_shape
+from sfi_core.engine.ledger import Reads, RequestPass, close_step, enter, plan_step, step_fields, step_shape
 from sfi_core.engine.report import RequestReport
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
@@ -28,12 +28,10 @@ NO_SLOT = -1
 class Entry:
     """One scheduled request of one engine step; `request` is its number among all that the server has seen.
 
-    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens
-    in the cache before the step, `block` is the block of the last new token: no other request has it, so it
-    identifies the batch's row. After a preemption the generated tokens are part of the prompt that
-    `request_pass` reads. `step` is the decoding step t; of a piece of the prompt before the last, the first step to
-    come. `opens` says whether the request gets its slot with this piece, and `generated` counts the tokens before
-    that.
+    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens in the
+    cache before the step, `block` is that of the last new token, which no other request has. After a preemption
+    `request_pass` reads the generated tokens too. `step` is the decoding step t, within the prompt the first one to
+    come. `opens` says whether the request gets its slot with this piece, after `generated` tokens.
     """
 
     request: int
@@ -51,6 +49,11 @@ class Entry:
         return self.request_pass.count
 
     @property
+    def length(self) -> int:
+        """Tokens in the cache after the step."""
+        return self.start + self.count
+
+    @property
     def decode(self) -> bool:
         """Whether the request decodes; otherwise it reads a piece of its prompt."""
         return self.request_pass.kind != PROMPT
@@ -60,8 +63,8 @@ class Entry:
 class Plan:
     """The plan of one step: the scheduled requests, and the slots freed since the last step."""
 
-    entries: list[Entry] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)
+    entries: list[Entry]
+    freed: list[int]
 
 
 # what `sfi generate --json` says of a request too
@@ -76,10 +79,9 @@ SHARED = (
 class Tracked:
     """One request from its arrival to its end.
 
-    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `slot` is
-    `NO_SLOT` while it has none; `begun` says whether its prompt has been read; `preempted` counts how often
-    it lost its blocks of the cache. `pending` are steps whose token is not known yet, each with the fields
-    that its engine step's requests share, which are filled in later.
+    vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `begun` says whether
+    its prompt has been read; `preempted` counts how often it lost its blocks. `pending` are steps whose token is not
+    known yet, each with the fields that its engine step's requests share, which are filled in later.
     """
 
     live: Any
@@ -89,7 +91,7 @@ class Tracked:
     slot: int = NO_SLOT
     begun: bool = False
     blocks: list[int] = field(default_factory=list)
-    pending: deque[tuple[OpenStep, Mapping[str, Any]]] = field(default_factory=deque)
+    pending: deque[tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=deque)
     preempted: int = 0
 
     def report(self) -> dict[str, Any]:
@@ -100,15 +102,23 @@ class Tracked:
         return {**counts, "error": self.settings.error} if self.settings.error else counts
 
 
-TOTALS = ("slow_steps", "fast_steps", "dense_steps", "requests", "attended", "context", "selection")
+TOTALS = {  # the server's counters, and what `/metrics` says of them
+    "slow_steps": "Decoding steps, prompts' last included, that attended to everything.",
+    "fast_steps": "Decoding steps that attended to sink, selected and recent tokens.",
+    "dense_steps": "Those of the slow steps whose request had no slot.",
+    "requests": "Requests that have ended.",
+    "attended": "Cached tokens that decoding steps attended to, the mean over KV heads and layers.",
+    "context": "Cached tokens that full attention would have read in these steps.",
+    "selection": "What choosing read in these steps, in cached tokens' worth.",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
     """vLLM's schedule of one engine step: new tokens by request, and what changes in the cache.
 
-    `opened` has the requests that begin or begin again, with their blocks and the tokens already in the
-    cache; `blocks` the new blocks of the others. `preempted` requests have lost their blocks.
+    `opened` requests begin, again after a preemption, with their blocks and the tokens already in the cache; `blocks`
+    are the others' new ones.
     """
 
     count: Mapping[str, int]
@@ -120,10 +130,9 @@ class Scheduled:
 class Planner:
     """Tracks every request from its arrival to its end.
 
-    `tracked` has the requests by name, `free` the slots that no request has, `totals` counts over all
-    requests, which only grow. `step` is the engine's, from 0 on; `shape` are the fields of `StepEvent` that
-    all requests of the last planned step share. `row_bytes` are those of a token's keys and values in all
-    full-attention layers; None leaves bytes out of events.
+    `free` are the slots that no request has, `totals` counts since the server's last report. `step` is the engine's,
+    from 0 on; `shape` are the fields of `StepEvent` that all requests of the last planned step share. `row_bytes` are
+    those of a token in all full-attention layers; None leaves bytes out of events.
     """
 
     def __init__(
@@ -141,10 +150,9 @@ class Planner:
         At most `slots` requests are sparse at once; `block` are the tokens of a cache block, `layers` the
         full-attention layers; `audit` says which steps the workers audit.
         """
-        self._make_policy, self._block = make_policy, block
-        self._layers, self._observer = layers, observer or NullObserver()
-        self._dense_layers = 0
-        self._audit = audit
+        self._make_policy, self._block, self._audit = make_policy, block, audit
+        self._layers, self._dense_layers = layers, 0
+        self._observer = observer or NullObserver()
         self.tracked: dict[str, Tracked] = {}
         self.free = list(range(slots))[::-1]
         self.totals: dict[str, float] = dict.fromkeys(TOTALS, 0)
@@ -176,16 +184,20 @@ class Planner:
             if name in self.tracked:
                 self.tracked[name].blocks += blocks
         entries, self.shape = [], {}
+        kinds: tuple[list[RequestState], list[RequestState]] = [], []
         for name, count in scheduled.count.items():
             if name in self.tracked:
-                opened = scheduled.opened.get(name)
+                tracked, opened = self.tracked[name], scheduled.opened.get(name)
                 if opened is not None:
-                    self._open(self.tracked[name], *opened)
-                entries.append(self._enter(self.tracked[name], count, opens=opened is not None))
-        planned = [self.tracked[name] for name in scheduled.count if name in self.tracked]
-        self.shape |= self._shape_of(entries, planned)
+                    self._open(tracked, *opened)
+                entries.append(self._enter(tracked, count, opens=opened is not None))
+                kinds[entries[-1].request_pass.kind == FAST].append(tracked.state)
+        self.shape |= step_shape(*kinds, None if self.row_bytes is None else self._moved_bytes)
         freed, self._freed = self._freed, []
         return Plan(entries, freed)
+
+    def _moved_bytes(self, state: RequestState) -> float:
+        return (self.row_bytes or 0) * state.attended(self._layers, self._dense_layers)
 
     def finish(self, name: str) -> Tracked | None:
         """Forget a request that has ended or was aborted; return its record, if any."""
@@ -215,7 +227,13 @@ class Planner:
 
     def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
         state, start = tracked.state, tracked.state.length
-        request_pass = self._pass_of(tracked, count)
+        if not tracked.begun:
+            reason, ends = "resumed" if state.tokens else "first", start + count == tracked.live.num_tokens
+            request_pass = RequestPass(PROMPT, count, reason, ends)
+        elif tracked.slot == NO_SLOT:
+            request_pass = RequestPass.decode("dense")
+        else:
+            (request_pass,) = plan_step(tracked.policy, [state])
         enter(state, request_pass, tracked.policy)
         if request_pass.generates:
             tracked.begun = True
@@ -231,15 +249,6 @@ class Planner:
             generated=len(state.tokens) if opens else 0,
         )
 
-    def _pass_of(self, tracked: Tracked, count: int) -> RequestPass:
-        state = tracked.state
-        if not tracked.begun:
-            reason = "resumed" if state.tokens else "first"
-            return RequestPass(PROMPT, count, reason, state.length + count == tracked.live.num_tokens)
-        if tracked.slot == NO_SLOT:
-            return RequestPass.decode(slow=True, reason="dense")
-        return plan_step(tracked.policy, [state])[0]
-
     def _step(self, tracked: Tracked) -> None:
         # what the workers will have packed by the end of the step is known here
         state, policy, config = tracked.state, tracked.policy, tracked.policy.config
@@ -249,19 +258,7 @@ class Planner:
             state.note_packed(config.sink, 0)
         audit = None if tracked.slot == NO_SLOT else self._audit
         reads = Reads.of(state, policy, self._layers, self._dense_layers)
-        step = OpenStep.of(state, audit, self.step, reads)
-        tracked.pending.append((step, self.shape))
-
-    def _shape_of(self, entries: Sequence[Entry], planned: Sequence[Tracked]) -> dict[str, Any]:
-        row_bytes = self.row_bytes
-
-        def moved(state: RequestState) -> float:
-            return (row_bytes or 0) * state.attended(self._layers, self._dense_layers)
-
-        kinds: tuple[list[RequestState], list[RequestState]] = [], []
-        for entry, tracked in zip(entries, planned, strict=True):
-            kinds[entry.request_pass.kind == FAST].append(tracked.state)
-        return step_shape(*kinds, None if row_bytes is None else moved)
+        tracked.pending.append((step_fields(state, self.step, reads, audit), self.shape))
 
     def _note(self, tracked: Tracked, elapsed: float) -> None:
         # the tokens that have become known, each with the step that made it
@@ -270,8 +267,8 @@ class Planner:
             if not tracked.pending:
                 state.tokens.append(token)
                 continue
-            step, shape = tracked.pending.popleft()
-            event = step.close(state, token, elapsed_us=elapsed * 1e6, **shape)
+            fields, shape = tracked.pending.popleft()
+            event = close_step(fields, state, token, elapsed_us=elapsed * 1e6, **shape)
             if event.step > 0:
                 self.totals["attended"] += event.attended_tokens
                 self.totals["context"] += event.context_tokens

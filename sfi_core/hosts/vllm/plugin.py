@@ -10,8 +10,6 @@ from packaging.specifiers import SpecifierSet
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, VERSIONS
 
-CPU_BACKEND = "sfi_core.hosts.vllm.backend.SfiCpuBackend"
-CUDA_BACKEND = "sfi_core.hosts.vllm.backend.SfiCudaBackend"
 logger = logging.getLogger(__name__)
 
 
@@ -23,14 +21,15 @@ def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
         logger.warning("sfi stays out: %s", error)
         return
     try:  # not before: another version may lack the names
-        vllm = import_module("sfi_core.hosts.vllm.names")
+        factory = import_module("vllm.distributed.kv_transfer.kv_connector.factory")
+        registry = import_module("vllm.v1.attention.backends.registry")
     except ImportError as error:
         logger.warning("sfi stays out: vLLM %s lacks a name: %s", installed_version(), error)
         return
-    vllm.register_backend(vllm.AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
-    vllm.register_backend(vllm.AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
+    for kind, backend in (("CPU_ATTN", "SfiCpuBackend"), ("CUSTOM", "SfiCudaBackend")):
+        registry.register_backend(registry.AttentionBackendEnum[kind], f"sfi_core.hosts.vllm.backend.{backend}")
     with suppress(ValueError):  # registered before
-        vllm.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
+        factory.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
 
 
 def installed_version() -> str:

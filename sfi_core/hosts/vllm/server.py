@@ -17,13 +17,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.hosts.vllm import attention_flags
-from sfi_core.hosts.vllm.names import settings_of, trigger_ids
-from sfi_core.hosts.vllm.room import check_model
+from sfi_core.hosts.vllm.names import check_model, settings_of, trigger_ids
 from sfi_core.hosts.vllm.settings import Settings
 from sfi_core.models.load import check_exists
-
-# the flags by which a user chooses the attention; then `sfi serve` adds none
-ATTENTION_FLAGS = ("--attention-config", "--attention_config", "-ac")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +36,12 @@ class Server:
         """Read vLLM's flags; raise `ConfigError`, in one line, unless all settings fit."""
         cli_env_setup()
         load_general_plugins()
-        own = any(word.startswith(ATTENTION_FLAGS) for word in words)
-        more = attention_flags() if current_platform.is_cuda() and not own else []
+        chosen = any(word.startswith(("--attention-config", "--attention_config", "-ac")) for word in words)
+        more = attention_flags() if current_platform.is_cuda() and not chosen else []
         try:
-            args = make_arg_parser(Flags()).parse_args([*words, *more])
+            parser = make_arg_parser(FlexibleArgumentParser(prog="sfi serve --"))
+            parser.error = refuse
+            args = parser.parse_args([*words, *more])
             configure_logging_from_args(args)
             check_flags(args)
             validate_parsed_serve_args(args)
@@ -86,15 +84,9 @@ def check_flags(args: Any) -> None:
             check_exists(f"folder of {name}", place)
 
 
-class Flags(FlexibleArgumentParser):
-    """vLLM's flags; a wrong one is a `ConfigError`."""
-
-    def __init__(self) -> None:
-        super().__init__(prog="sfi serve --")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `ConfigError`."""
-        raise ConfigError(f"vLLM's flags: {message}")
+def refuse(message: str) -> NoReturn:
+    """Raise `ConfigError` for a wrong flag of vLLM's."""
+    raise ConfigError(f"vLLM's flags: {message}")
 
 
 def one_line(error: Exception) -> str:

@@ -28,15 +28,10 @@ class PluginOptions(ServeTable):
     policy: str = setting("sfi", "The decoding policy.")
     preset: str = setting("default", "The preset that the settings start from.")
     slots: int = setting(
-        SLOTS,
-        "Requests that may be sparse at once; each has memory of its own. Requests beyond them run "
-        "dense and are only slower.",
-        least=1,
+        SLOTS, "Requests that may be sparse at once, each with its own memory; others run dense.", least=1
     )
     trace: str | None = setting(None, "Folder of a trace; none records nothing.")
-    trace_audit: int = setting(
-        0, "Compare every N-th step with dense attention; 0 for no audit. Needs a trace.", least=0
-    )
+    trace_audit: int = setting(0, "Compare every N-th step with dense attention; 0 for none. Needs a trace.", least=0)
     trace_redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
 
 
@@ -55,10 +50,12 @@ class Settings:
         plan.
         """
         values = dict(extra)
-        own = {f.name for f in dataclasses.fields(PluginOptions)}
-        options = PluginOptions(**{name: values.pop(name) for name in own & values.keys()})
+        names = {field.name for field in dataclasses.fields(PluginOptions)}
+        options = PluginOptions(**{name: values.pop(name) for name in names & values.keys()})
         config = SfiConfig.preset(options.preset).replace(**values)
-        check_policy(options.policy)
+        kind = policy_class(options.policy)
+        if kind.selects_next or kind.mixes_heads:
+            raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {options.policy}")
         if options.trace_audit and options.trace is None:
             raise ConfigError("trace_audit needs a trace, got trace=none")
         return cls(config, options)
@@ -71,15 +68,7 @@ class Settings:
     @property
     def audit(self) -> AuditConfig | None:
         """What to audit."""
-        every = self.options.trace_audit
-        return AuditConfig(every=every) if every else None
-
-
-def check_policy(name: str) -> None:
-    """Raise `ConfigError` for a policy whose steps vLLM's scheduler cannot plan."""
-    kind = policy_class(name)
-    if kind.selects_next or kind.mixes_heads:
-        raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {name}")
+        return AuditConfig(every=self.options.trace_audit) if self.options.trace_audit else None
 
 
 def check_host(vllm_config: Any, config: SfiConfig) -> None:
@@ -127,7 +116,7 @@ ENABLED = "enabled"
 OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "stride", "random_rate")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RequestSettings:
     """How one request is to be decoded.
 
@@ -154,7 +143,9 @@ class RequestSettings:
             enabled = changes.pop(ENABLED, True)
             is_flag = isinstance(enabled, int) and enabled in {True, False}
             require(is_flag, f"{PREFIX}{ENABLED} must be 0 or 1, got {shown(enabled)}")
-            check_own(changes)
+            others = [shown(f"{PREFIX}{name}")[1:-1] for name in sorted(changes.keys() - set(OWN))]
+            rule = f"is no setting of one request; expected one of {(ENABLED, *OWN)}"
+            require(not others, f"{''.join(others[:1])} {rule}")
             wanted = config.replace(**changes)
             if changes:
                 check(wanted)
@@ -169,10 +160,3 @@ class RequestSettings:
         facts = {"policy": policy, **self.config.to_dict()} if self.enabled else {}
         text = json.dumps(facts, sort_keys=True)
         return "sfi-" + hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def check_own(changes: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for settings that a request cannot have."""
-    for name in sorted(changes.keys() - set(OWN)):
-        wrong = shown(f"{PREFIX}{name}")[1:-1]
-        raise ConfigError(f"{wrong} is no setting of one request; expected one of {(ENABLED, *OWN)}")

@@ -70,9 +70,7 @@ def random_config(source: str) -> Any:
 def model_config(source: str | None) -> Any:
     """Read the config of a model without loading the model; None is the bundled model.
 
-    Raises:
-        InputError: The model has no config, or the config is damaged.
-        BackendError: The config needs a package that is not installed.
+    Raise `InputError` for a config that is missing or damaged, `BackendError` if it needs a package that is missing.
     """
     quiet()
     path = str(BUNDLED if source is None else source)
@@ -108,13 +106,10 @@ def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: in
     block = ((2 * drawn - 1) * SPREAD).to(dtype)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
-            _repeat(block, weight.view(-1))
+            flat = weight.view(-1)
+            whole = flat.numel() // BLOCK * BLOCK
+            flat[:whole].view(-1, BLOCK).copy_(block)
+            flat[whole:].copy_(block[: flat.numel() - whole])
         else:
             weight.fill_(0.0 if name.endswith(("bias", "sinks")) else 1.0)
     return model
-
-
-def _repeat(block: torch.Tensor, flat: torch.Tensor) -> None:
-    whole = flat.numel() // len(block) * len(block)
-    flat[:whole].view(-1, len(block)).copy_(block)
-    flat[whole:].copy_(block[: flat.numel() - whole])

@@ -2,30 +2,31 @@
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import torch
 
+from sfi_core.engine.attend import check_backend
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.shapes import cached_shapes
 from sfi_core.hosts.transformers.slow_fast import session_on
+from sfi_core.hosts.transformers.stores import check_able
 from sfi_core.machine.memory import describe_measured, free_bytes, give_back, resident_bytes
 from sfi_core.machine.private import attention_implementation
 from sfi_core.machine.versions import versions
 from sfi_core.measure.bench import ours, theirs
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import pays_from, point_rows
-from sfi_core.measure.bench.samples import DecodeSample
-from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Prompts, variants
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.measure.kernel_bench.timing import clock_for, copy_gb_per_s
 from sfi_core.models.describe import ModelWeights, describe_model
-from sfi_core.settings.config import SfiConfig
+from sfi_core.policies import policy_class
 from sfi_core.sizes.memory import largest_batch
 from sfi_core.sizes.step import ByteModel
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 Progress = Callable[[str, int, int], None]
 STATED = (
@@ -33,7 +34,7 @@ STATED = (
     "the tokens mean nothing"
 )
 # settings in the document
-SHOWN = ("ragged", "acceptance", "seed")
+SHOWN = ("steps", "warm_up", "repeats", "ragged", "acceptance", "seed")
 ENGINE = ("backend", "overlap", "graphs", "kv_dtype", "kv_device_budget", "kv_page")
 
 
@@ -46,16 +47,10 @@ def run_bench(
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
     `progress` gets the phase, the runs done and the number of runs; `on_run` a line for each run. The model is
-    outside `slow_fast`.
-
-    Raises:
-        MemoryForecastError: No variant fits into memory at any point.
-        BackendError: The backend or the engine's switches cannot run here.
-        UnsupportedModelError: The architecture cannot run under SFI.
-        ConfigError: A lossless run cannot decode such a batch.
-        NumericsError: The model's logits are not finite.
+    outside `slow_fast`. Raise `MemoryForecastError` if no variant fits at any point, `ConfigError` if a lossless run
+    cannot decode such a batch, and `SfiError` as `slow_fast`.
     """
-    check_engine(settings, model.device)
+    check_run(settings, model.device)
     bench = Bench(model, settings, progress, on_run)
     try:
         bench.run()
@@ -71,8 +66,16 @@ def run_bench(
     return bench
 
 
-def check_engine(settings: DecodeSettings, device: torch.device) -> None:
-    """Raise `BackendError` if CUDA graphs are asked for on another device."""
+def check_run(settings: DecodeSettings, device: torch.device) -> None:
+    """Refuse what cannot run here, before a large model loads.
+
+    Raise `BackendError` for a backend or CUDA graphs that the device cannot run, `ConfigError` for an unknown policy,
+    and for lossless runs if no policy can draft.
+    """
+    drafts = [policy_class(policy).drafts for policy in settings.policies]
+    if settings.lossless and not any(drafts):
+        check_able(policy_class(settings.policies[0]), settings.policies[0], "drafts")
+    check_backend(settings.engine.backend, device)
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs")
 
@@ -83,31 +86,23 @@ def release(device: torch.device) -> None:
     give_back(device)
 
 
+@dataclass(slots=True)
 class Bench:
-    """A benchmark, and its measurements so far: rows of measured and of skipped variants and points.
+    """A benchmark, and its measurements so far: rows of measured and of skipped variants and points."""
 
-    Attributes:
-        about: The description of the model.
-        notes: Remarks that the rows need.
-        interrupted: Whether Ctrl-C ended the run early.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        settings: DecodeSettings,
-        progress: Progress = lambda *_: None,
-        on_run: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.model, self.settings, self.progress, self.on_run = model, settings, progress, on_run
-        self.about: dict[str, Any] = {}
-        self.machine: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
-        self.skipped: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.interrupted = False
-        self._shapes: list[LayerShape] = []
-        self._done, self._total = 0, 0
+    model: Any
+    settings: DecodeSettings
+    progress: Progress = lambda *_: None
+    on_run: Callable[[str], None] = lambda _: None
+    about: dict[str, Any] = field(default_factory=dict)  # the description of the model
+    machine: dict[str, Any] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # remarks that the rows need
+    interrupted: bool = False  # whether Ctrl-C ended the run early
+    _shapes: list[LayerShape] = field(default_factory=list)
+    _done: int = 0
+    _total: int = 0
 
     def run(self) -> None:
         """Measure the machine, then every point."""
@@ -125,28 +120,24 @@ class Bench:
         weights = ModelWeights.of(model)
         self.about = {**describe_model(model, self._shapes), "total_weight_bytes": weights.total_bytes}
         self.notes += self._notes()
-        points, variants = settings.points(), settings.variants()
-        self._total = len(points) * len(variants) * settings.repeats
+        points, ways = settings.points(), variants(settings)
+        self._total = len(points) * len(ways) * settings.repeats
         for point in points:
-            self._measure(point, variants)
+            self._measure(point, ways)
 
-    def _measure(self, point: Point, variants: list[DecodeVariant]) -> None:
+    def _measure(self, point: Point, ways: list[DecodeVariant]) -> None:
         settings, model = self.settings, self.model
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
-        tokens = stream(settings, point.batch, vocabulary)
         release(model.device)
-        fitting = self._fitting(variants, point, tokens.config)
-        self._done += (len(variants) - len(fitting)) * settings.repeats
+        fitting = self._fitting(ways, point)
+        self._done += (len(ways) - len(fitting)) * settings.repeats
         if not fitting:
             return
         prompts = Prompts.of(settings, point, vocabulary, model.device)
         rows = [
-            BenchRow(
-                model=model, variant=variant, point=point, settings=settings, prompts=prompts, stream=tokens,
-                bytes_read=self._byte_model(variant, point.batch), needed_bytes=needed,
-            )
+            BenchRow(model, variant, point, settings, prompts, self._byte_model(variant, point.batch), needed)
             for variant, needed in fitting.items()
-        ]  # fmt: skip
+        ]
         before = len(self.rows)
         try:
             for repeat in range(settings.repeats):
@@ -160,27 +151,25 @@ class Bench:
         finally:
             self.rows[before:] = point_rows(rows, self.machine["copy_gb_per_s"])
 
-    def _fitting(self, variants: list[DecodeVariant], point: Point, config: SfiConfig) -> dict[DecodeVariant, int]:
-        # the bytes that each variant needs that fits into free memory, before a cache is allocated; the others are
-        # skipped. `config` has the settings that the policies run with
+    def _fitting(self, ways: list[DecodeVariant], point: Point) -> dict[DecodeVariant, int]:
+        # the bytes that each variant needs that fits into free memory, before a cache is allocated; others are skipped
         free = free_bytes(self.model.device)
         fitting: dict[DecodeVariant, int] = {}
-        for variant in variants:
-
-            def needs(batch: int, variant: DecodeVariant = variant) -> int:
-                sized = replace(point, batch=batch)
-                if variant.policy:
-                    return ours.needed_bytes(self.model, variant, sized, self.settings, config)
-                return theirs.needed_bytes(self.model, variant.name, sized, self.settings)
-
-            needed = needs(point.batch)
+        for variant in ways:
+            needed = self._needed(variant, point, point.batch)
             if free is None or needed <= free:
                 fitting[variant] = needed
                 continue
-            largest = largest_batch(needs, point.batch - 1, free)
+            largest = largest_batch(partial(self._needed, variant, point), point.batch - 1, free)
             row = {"policy": variant.name, "context": point.context, "batch": point.batch}
             self.skipped.append(row | {"needed_bytes": needed, "free_bytes": free, "largest_batch": largest})
         return fitting
+
+    def _needed(self, variant: DecodeVariant, point: Point, batch: int) -> int:
+        sized = replace(point, batch=batch)
+        if variant.policy:
+            return ours.needed_bytes(self.model, variant, sized, self.settings)
+        return theirs.needed_bytes(self.model, variant.name, sized, self.settings)
 
     def _run(self, row: BenchRow) -> DecodeSample:
         model, policy, made_up = self.model, row.variant.policy, row.prompts.made_up
@@ -219,7 +208,7 @@ class Bench:
             notes.append("transformers compiles the forward pass with its static cache by itself")
         notes.append("caches are filled with random keys and values; our policies decode given tokens")
         whole = [
-            variant.name for variant in settings.variants()
+            variant.name for variant in variants(settings)
             if variant.policy and variant.engine.kv_device_budget != settings.engine.kv_device_budget
         ]  # fmt: skip
         if whole:
@@ -240,7 +229,6 @@ class Bench:
             "notes": [*self.notes, *self._eager_notes()],
             "model": self.about,
             "settings": {
-                **{name: getattr(settings, name) for name in ("steps", "warm_up", "repeats")},
                 "time_limit_seconds": settings.time_limit,
                 "slow_rate": str(settings.slow_rate),
                 **{name: getattr(settings, name) for name in SHOWN},

@@ -15,11 +15,10 @@ from sfi_core.models.describe import ModelWeights, describe_model
 from sfi_core.sizes.memory import CPU_SLACK, forecast, largest_batch
 from sfi_core.sizes.policy import PolicyReads
 from sfi_core.sizes.step import ByteModel
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import ring_places
 
 MOST_REQUESTS = 1 << 16
-NOTE = "nothing was run: tokens/s is bandwidth over bytes, which no implementation exceeds"
 
 
 def forecast_document(
@@ -32,16 +31,9 @@ def forecast_document(
 ) -> dict[str, Any]:
     """Compute memory, bytes and the largest speed for every policy and point.
 
-    Args:
-        model: A model on the meta device; see `empty_model`.
-        settings: The settings of the benchmark, with a stated slow rate.
-        device: The device to forecast for.
-        bandwidth_gb_per_s: Bandwidth; None measures the device's copy bandwidth.
-        memory_bytes: Memory; None is the device's.
-
-    Raises:
-        ConfigError: A policy lacks a setting, such as synckv's file of heads.
-        UnsupportedModelError: The shapes of the model's layers are unknown without weights.
+    `model` is on the meta device (`empty_model`), `device` the one to forecast for. Without a bandwidth its copy
+    bandwidth is measured. Raise `ConfigError` if a policy lacks a setting, such as synckv's file of heads, and
+    `UnsupportedModelError` if the shapes of the model's layers are unknown without weights.
     """
     expected = Expectation(model, settings, device)
     if bandwidth_gb_per_s is None:
@@ -54,7 +46,7 @@ def forecast_document(
             for policy in dict.fromkeys(settings.policies)
         ],
         "forecast": True,
-        "notes": [NOTE],
+        "notes": ["nothing was run: tokens/s is bandwidth over bytes, which no implementation exceeds"],
         "model": {**expected.description, "total_weight_bytes": expected.weights.total_bytes},
         "settings": {"slow_rate": str(settings.slow_rate), "config": settings.config.to_dict()},
         "machine": {**describe_measured(device), "bandwidth_gb_per_s": bandwidth_gb_per_s, "memory_bytes": memory},
@@ -83,6 +75,7 @@ class Expectation:
         fast, slow = (batch * size for size in reads.steps(model, context))
         mean = (1 - rate) * fast + rate * slow
         parts = self._memory(reads, context, batch)
+        has_fast, has_slow = reads.stated or rate < 1, reads.stated or rate > 0
         return {
             "policy": policy,
             "context": context,
@@ -94,12 +87,12 @@ class Expectation:
                 lambda count: self._memory(reads, context, count)["memory_bytes"], MOST_REQUESTS, memory
             ),
             "weight_bytes_per_step": self.weights.read(batch),
-            "fast_bytes_per_step": round(fast) if reads.has_fast else None,
-            "slow_bytes_per_step": round(slow) if reads.has_slow else None,
+            "fast_bytes_per_step": round(fast) if has_fast else None,
+            "slow_bytes_per_step": round(slow) if has_slow else None,
             "bytes_per_step": round(mean),
             "roofline_tokens_per_second": bandwidth_gb_per_s * 1e9 * batch / mean,
             "roofline_speedup": dense / mean,
-            "break_even_context": reads.break_even(self._byte_model(reads, 1)) if reads.has_fast else None,
+            "break_even_context": reads.break_even(self._byte_model(reads, 1)) if has_fast else None,
         }
 
     def _byte_model(self, reads: PolicyReads, batch: int) -> ByteModel:

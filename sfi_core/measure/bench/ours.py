@@ -2,10 +2,10 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -20,15 +20,15 @@ from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import BenchRow
-from sfi_core.measure.bench.samples import DecodeSample, StepRead, drafting_of
-from sfi_core.measure.bench.settings import DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, DecodeVariant, Read
+from sfi_core.measure.bench.settings import DecodeSettings, Point
 from sfi_core.policies import policy_class
 from sfi_core.policies.base import Triggered
-from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
+
+DRAFTING = ("verifications", "accepted")  # counts of a lossless run's requests
 
 
 class GivenTokens(Sampler):
@@ -76,47 +76,55 @@ class StatedAcceptance:
     def __call__(self, state: RequestState, draft: Sequence[int], _: Sequence[int]) -> int:
         """Return how many tokens of a request's draft are kept; `state.step` follows the draft."""
         first = state.step - len(draft)
-        accepted = (self._keeps(state.request, first + place) for place in range(len(draft)))
-        return sum(takewhile(bool, accepted))
-
-    def _keeps(self, request: int, index: int) -> bool:
-        return random.Random(f"{self.seed} {request} {index}").random() < self.rate  # noqa: S311 - no secret
+        for place in range(len(draft)):
+            rng = random.Random(f"{self.seed} {state.request} {first + place}")  # noqa: S311 - no secret
+            if rng.random() >= self.rate:
+                return place
+        return len(draft)
 
 
 @torch.inference_mode()
 def run_ours(row: BenchRow) -> DecodeSample:
-    """Decode the stream's tokens under a policy, sparsely or losslessly, as the variant says.
+    """Decode the given tokens under a policy, sparsely or losslessly, as the variant says.
 
     In a lossless run chance decides which drafts are kept; its steps are passes, and a pass gives a request no token,
     one or several.
     """
-    settings, batch, lossless = row.settings, row.point.batch, row.variant.engine.lossless
-    sample, device = DecodeSample(batch, settings.warm_up), row.model.device
-    reset_peak(device)
-    with decoder_of(row) as decoder:
-        picker = GivenTokens(row.prompts.ids_BT, row.stream.token_SB, decoder.replays.ahead)
+    model, variant, settings, prompts, batch = row.model, row.variant, row.settings, row.prompts, row.point.batch
+    sample, lossless = DecodeSample(batch, settings.warm_up), variant.engine.lossless
+    reset_peak(model.device)
+    with (
+        main_stream(model.device, overlap=variant.engine.overlap),
+        session_on(model, None, settings.run_config, policy=variant.policy, engine=variant.engine) as session,
+    ):
+        decoder = Decoder(
+            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
+            capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
+            shared=prompts.made_up.shared(session),
+            patient=False,  # record graphs at once: the warm-up has every kind of step only once
+        )  # fmt: skip
+        picker = GivenTokens(prompts.ids_BT, prompts.token_SB, decoder.replays.ahead)
         limit = settings.most_tokens if lossless else settings.total_steps + 1
-        rate = row.variant.acceptance
-        outcome = None if rate is None else StatedAcceptance(rate, settings.seed)
-        loop, session = Loop(decoder, [()] * batch, [limit] * batch, picker), decoder.session
+        outcome = None if variant.acceptance is None else StatedAcceptance(variant.acceptance, settings.seed)
+        loop = Loop(decoder, [()] * batch, [limit] * batch, picker)
         with closing(loop.decode_lossless(outcome) if lossless else loop.decode()) as passes:
             (_measure_lossless if lossless else _measure)(sample, row, session, passes)
-        sample.selecting += selecting(session.run)
-        report = RunReport.of(session.run)
-        sample.tiers, sample.paths = report.kv_tiers, report.paths
-        sample.not_replayed, sample.not_compiled = report.not_replayed, report.not_compiled
-    sample.peak_bytes = peak_bytes(device)
+        sample.selecting += _selecting(session.run)
+        sample.report = RunReport.of(session.run)
+    sample.peak_bytes = peak_bytes(model.device)
     return sample
 
 
 def _measure(sample: DecodeSample, row: BenchRow, session: Session, passes: Iterable[NewTokens]) -> None:
-    settings, whole = row.settings, _period(row)
+    settings, whole = row.settings, 1
+    if issubclass(policy_class(row.variant.policy), Triggered) and settings.slow_rate:
+        whole = settings.slow_rate.denominator  # a run that stops between two slow steps would miss the stated rate
     for step, _ in enumerate(passes):
         sample.at.append(time.perf_counter())
         if step:
-            sample.reads.append(step_read(session.run))
+            sample.reads.append(_reads(session.run))
         if step == settings.warm_up:
-            sample.selecting -= selecting(session.run)
+            sample.selecting -= _selecting(session.run)
         row.on_step(sample)
         if sample.over(settings.time_limit) and sample.steps % whole == 0:
             break
@@ -124,20 +132,22 @@ def _measure(sample: DecodeSample, row: BenchRow, session: Session, passes: Iter
 
 def _measure_lossless(sample: DecodeSample, row: BenchRow, session: Session, passes: Iterable[NewTokens]) -> None:
     # the measurement begins and ends at a pass that verifies, so that a single request is measured in whole cycles: it
-    # begins after the warm-up, and ends once the requests have the number of tokens row for
+    # begins after the warm-up, and ends once the requests have the settings' number of tokens
     settings, began = row.settings, None
     for number, given in enumerate(passes):
         sample.at.append(time.perf_counter())
         sample.gave.append(sum(map(len, given.values())))
         run = session.run
-        counted = drafting_of(state.tally for state in run.requests)
+        tallies = [state.tally for state in run.requests]
+        # dense passes after the prompt's, and tokens kept of drafts
+        counted = Counter({name: sum(getattr(tally, name) for tally in tallies) for name in DRAFTING})
         if number:
-            sample.reads.append(step_read(run))
+            sample.reads.append(_reads(run))
         if began is None:
             sample.warm_up = number  # the warm-up lasts until a pass that verifies
             if number >= settings.warm_up and sample.gave[-1]:
                 began = counted
-                sample.selecting -= selecting(run)
+                sample.selecting -= _selecting(run)
         row.on_step(sample)
         if began is None or not sample.gave[-1]:
             continue
@@ -147,46 +157,18 @@ def _measure_lossless(sample: DecodeSample, row: BenchRow, session: Session, pas
             break
 
 
-def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings, config: SfiConfig) -> int:
+def needed_bytes(model: Any, variant: DecodeVariant, point: Point, settings: DecodeSettings) -> int:
     """Return the bytes that a policy's run needs besides the model, which is outside `slow_fast`."""
-    with session_on(model, None, config, policy=variant.policy, engine=variant.engine) as session:
+    with session_on(model, None, settings.run_config, policy=variant.policy, engine=variant.engine) as session:
         capacity, graphs = settings.capacity(point.context), records_steps(session)
         return session.forecast(point.batch, 1, capacity, 0, graphs=graphs).needed_bytes
 
 
-@contextmanager
-def decoder_of(row: BenchRow) -> Iterator[Decoder]:
-    """Put a run's model under its policy, and yield a decoder of the prompts."""
-    model, variant, settings, prompts = row.model, row.variant, row.settings, row.prompts
-    with (
-        main_stream(model.device, overlap=variant.engine.overlap),
-        session_on(model, None, row.stream.config, policy=variant.policy, engine=variant.engine) as session,
-    ):
-        yield Decoder(
-            session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
-            capacity=settings.capacity(row.point.context), chunk=settings.engine.prefill_chunk,
-            shared=prompts.made_up.shared(session),
-            patient=False,  # record graphs at once: the warm-up has every kind of step only once
-        )  # fmt: skip
+def _reads(run: Run) -> list[Read]:
+    # of the run's last step; a verification's rejected tokens do not count
+    return [Read(state.slow, state.length, state.fast_tokens, state.packed_tokens) for state in run.requests]
 
 
-def _period(row: BenchRow) -> int:
-    # steps between two slow steps: a run that stops within them would miss the stated slow rate
-    rate, triggered = row.settings.slow_rate, issubclass(policy_class(row.variant.policy), Triggered)
-    return rate.denominator if triggered and rate else 1
-
-
-def step_read(run: Run) -> StepRead:
-    """Return what the run's last step read; a verification's rejected tokens do not count."""
-    states = run.requests
-    return StepRead(
-        tuple(state.slow for state in states),
-        tuple(state.length for state in states),
-        tuple(state.fast_tokens for state in states),
-        tuple(state.packed_tokens for state in states),
-    )
-
-
-def selecting(run: Run) -> float:
-    """Return how much a run has read to choose, in tokens per KV head, the mean over layers."""
+def _selecting(run: Run) -> float:
+    # how much a run has read to choose, in tokens per KV head, the mean over layers
     return sum(state.tally.selecting for state in run.requests)

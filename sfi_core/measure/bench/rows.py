@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from sfi_core.measure.bench.prompts import BenchRow
-from sfi_core.measure.bench.samples import DRAFTING, KINDS, DecodeSample, StepRead
-from sfi_core.measure.bench.settings import BASELINES, DecodeVariant
+from sfi_core.measure.bench.runs import KINDS, BenchRow, DecodeSample, DecodeVariant, Read, kind_of
+from sfi_core.measure.bench.settings import BASELINES
 from sfi_core.policies import policy_class
 from sfi_core.sizes.step import ByteModel
 
@@ -85,7 +84,7 @@ def _row(row: BenchRow) -> dict[str, Any]:
 def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # None for runs that are not lossless
     counts = [run.drafting for run in runs if run.drafting is not None]
-    verified, accepted = (sum(count[name] for count in counts) for name in DRAFTING)
+    verified, accepted = (sum(count[name] for count in counts) for name in ("verifications", "accepted"))
     passes, tokens = sum(run.batch * run.steps for run in runs), sum(run.tokens for run in runs)
     return {
         "lossless": variant.engine.lossless,
@@ -96,17 +95,17 @@ def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str,
 
 
 def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched
-    paths: Counter[str] = Counter()
-    for run in runs:
-        paths.update(run.paths)
-    reasons = {name: [getattr(run, name) for run in runs] for name in ("not_replayed", "not_compiled")}
+    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched; and why they were
+    # not replayed as graphs, or not compiled, although those are on
+    reports = [run.report for run in runs if run.report is not None]
+    reasons = {name: [getattr(report, name) for report in reports] for name in ("not_replayed", "not_compiled")}
+    paths = sum((Counter(report.paths) for report in reports), Counter[str]())
     return {"paths": dict(paths), **{name: next(filter(None, why), None) for name, why in reasons.items()}}
 
 
 def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, Any]:
     # over all decoding steps and the warm-up; None if the whole cache lies on the device
-    tiers = [run.tiers for run in runs if run.tiers is not None]
+    tiers = [run.report.kv_tiers for run in runs if run.report is not None and run.report.kv_tiers is not None]
     recalled = [tier.recalled_bytes_per_step for tier in tiers]
     return {
         "kv_device_budget": variant.engine.kv_device_budget,
@@ -119,8 +118,8 @@ def _tiers(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str, An
 def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for run in runs:
-        for read, seconds in zip(run.measured, run.step_seconds, strict=True):
-            times[read.kind].append(1e3 * seconds)
+        for reads, seconds in zip(run.measured, run.step_seconds, strict=True):
+            times[kind_of(reads)].append(1e3 * seconds)
     row: dict[str, Any] = {}
     for kind, times_ms in times.items():
         row[f"{kind}_steps"] = len(times_ms)
@@ -132,13 +131,13 @@ def _latencies(runs: Sequence[DecodeSample]) -> dict[str, Any]:
 def _bytes(row: BenchRow, copy_gb_per_s: float) -> dict[str, Any]:
     policy, runs, model = row.variant.policy, row.samples, row.bytes_read
     selects = bool(policy) and policy_class(policy).refreshes()
-    reads = [read for run in runs for read in run.measured]
+    steps = [reads for run in runs for reads in run.measured]
     # a mean over all layers, those left dense included
     selecting = sum(run.selecting for run in runs) * (model.row_bytes + model.dense_row_bytes)
     # tokens per request: the steps, or in a lossless run what its passes gave
     rounds = sum(run.tokens for run in runs) / runs[0].batch
-    needed = (sum(step_bytes(model, read, selects=selects) for read in reads) + selecting) / rounds
-    dense = statistics.fmean(sum(map(float, map(model.dense, read.length_B))) for read in reads)
+    needed = (sum(step_bytes(model, reads, selects=selects) for reads in steps) + selecting) / rounds
+    dense = statistics.fmean(sum(float(model.dense(read.length)) for read in reads) for reads in steps)
     rate = statistics.median(run.decode_rate for run in runs)
     gb_per_s = needed * rate / runs[0].batch / 1e9
     return {
@@ -151,14 +150,12 @@ def _bytes(row: BenchRow, copy_gb_per_s: float) -> dict[str, Any]:
     }
 
 
-def step_bytes(model: ByteModel, read: StepRead, *, selects: bool) -> float:
+def step_bytes(model: ByteModel, reads: Sequence[Read], *, selects: bool) -> float:
     """Return the bytes that a step of a batch must read; `selects` says whether slow requests select."""
     total = 0.0
-    for slow, length, tokens, packed in zip(read.slow_B, read.length_B, read.read_B, read.packed_B, strict=True):
+    for slow, length, tokens, packed in reads:
         if not slow:
             total += float(model.fast(length, tokens))
-        elif selects:
-            total += float(model.slow(length, packed))
         else:
-            total += float(model.dense(length))
+            total += float(model.slow(length, packed) if selects else model.dense(length))
     return total

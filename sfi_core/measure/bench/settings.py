@@ -1,28 +1,15 @@
-"""The settings of the benchmark, and the points and variants that it measures."""
+"""The settings of the benchmark, and the points that it measures. No torch: the command line imports this."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from sfi_core.errors import ConfigError, unknown
-from sfi_core.hosts.transformers.lossless import check_drafts
-from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.policies import policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import EngineOptions
 
 BASELINES = ("transformers-dynamic", "transformers-static")
-LOSSLESS = "{}-lossless"
 LEAST_STEPS = 3  # a run measures at least so many, whatever its time limit
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeVariant:
-    """One way to decode."""
-
-    name: str
-    policy: str = ""  # our policy; "" for a baseline
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    acceptance: float | None = None  # in a lossless run, the stated chance that a tested token is kept
+TRIGGER = 0  # the token id that makes a step slow under a stated rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +66,20 @@ class DecodeSettings:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         if self.time_limit is not None and self.time_limit <= 0:
             raise ConfigError(f"time_limit must be positive, got {self.time_limit}")
-        if not 0 <= self.slow_rate <= 1:
-            raise ConfigError(f"slow_rate must be in [0, 1], got {float(self.slow_rate):g}")
+        for name, share in (("slow_rate", self.slow_rate), ("acceptance", self.acceptance)):
+            if share is not None and not 0 <= share <= 1:
+                raise ConfigError(f"{name} must be in [0, 1], got {float(share):g}")
         if self.warm_up < self.config.trigger_delay:
             raise ConfigError(
                 f"warm_up must be at least trigger_delay ({self.config.trigger_delay}), got {self.warm_up}"
             )
-        self._check_lossless()
 
     def _check_names(self) -> None:
-        for policy in self.policies:
-            policy_class(policy)
         for baseline in self.baselines:
             if baseline not in BASELINES:
                 raise unknown("baseline", baseline, BASELINES)
         if not self.policies and not self.baselines:
             raise ConfigError("policy must name at least one, got none")
-
-    def _check_lossless(self) -> None:
-        if self.acceptance is None:
-            return
-        if not 0 <= self.acceptance <= 1:
-            raise ConfigError(f"acceptance must be in [0, 1], got {self.acceptance:g}")
-        if not any(policy_class(policy).drafts for policy in self.policies):
-            check_drafts(policy_class(self.policies[0]), self.policies[0])
 
     @property
     def lossless(self) -> bool:
@@ -121,6 +98,13 @@ class DecodeSettings:
             return self.total_steps + 1
         return 2 * (self.total_steps + self.config.draft.max_tokens + 1)
 
+    @property
+    def run_config(self) -> SfiConfig:
+        """The settings of our policies, under which the given tokens decide the slow steps."""
+        return self.config.replace(
+            trigger_policy="boundary", trigger_token_ids=(TRIGGER,), slow_start=1, min_gap=0, t_max=self.most_tokens
+        )
+
     def capacity(self, context: int) -> int:
         """Return the most cached tokens of a request; the last token is not cached."""
         return context + self.most_tokens - 1
@@ -132,20 +116,3 @@ class DecodeSettings:
             for context in sorted(set(self.contexts))
             for batch in sorted(set(self.batches))
         ]
-
-    def variants(self) -> list[DecodeVariant]:
-        """Return the variants; a policy that cannot offload runs without the device budget."""
-        ours = [
-            DecodeVariant(policy, policy, engine_for(policy, self.engine)) for policy in dict.fromkeys(self.policies)
-        ]
-        if self.lossless:
-            ours = [variant for plain in ours for variant in (plain, *self._lossless(plain))]
-        return ours + [DecodeVariant(name) for name in dict.fromkeys(self.baselines)]
-
-    def _lossless(self, plain: DecodeVariant) -> list[DecodeVariant]:
-        # the lossless run of a policy that can draft
-        if not policy_class(plain.policy).drafts:
-            return []
-        engine = replace(self.engine, lossless=True, kv_device_budget=None)
-        name = LOSSLESS.format(plain.policy)
-        return [DecodeVariant(name, plain.policy, engine, self.acceptance)]

@@ -1,8 +1,6 @@
 """A run of transformers' `generate`, with its dynamic or its static cache."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +11,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.own_layers import of_own_kind, take_states
 from sfi_core.hosts.transformers.shapes import cached_layers, cached_shapes
 from sfi_core.machine.memory import peak_bytes, reset_peak
-from sfi_core.measure.bench.prompts import BenchRow
-from sfi_core.measure.bench.samples import DecodeSample, StepRead
+from sfi_core.measure.bench.runs import BenchRow, DecodeSample, Read
 from sfi_core.measure.bench.settings import DecodeSettings, Point
 
 STATIC = "transformers-static"
@@ -35,9 +32,12 @@ class StepClock:
             self._began = True
             return
         if sample.at:
-            sample.reads.append(StepRead.dense(self._row.point.contexts, len(sample.at)))
+            lengths = [context + len(sample.at) for context in self._row.point.contexts]
+            sample.reads.append([Read(True, length, length, 0) for length in lengths])
         sample.at.append(now)
-        sample.shorten_warm_up(self._row.settings.time_limit)
+        limit, warmed = self._row.settings.time_limit, len(sample.at) - 1
+        if limit is not None and 0 < warmed < sample.warm_up and now - sample.at[0] > limit:
+            sample.warm_up = warmed  # it has taken too long already
         self._row.on_step(sample)
 
     def end(self) -> None:
@@ -46,10 +46,7 @@ class StepClock:
 
 @torch.no_grad()
 def run_theirs(row: BenchRow) -> DecodeSample:
-    """Decode greedily with `model.generate`, with its own attention and compilation.
-
-    The variant's name is one of `BASELINES`; `stream` is not used.
-    """
+    """Decode greedily with `model.generate`, with its own attention and compilation."""
     model, settings, prompts = row.model, row.settings, row.prompts
     sample = DecodeSample(row.point.batch, settings.warm_up)
     reset_peak(model.device)
@@ -63,7 +60,9 @@ def run_theirs(row: BenchRow) -> DecodeSample:
     def late(ids_BT: torch.Tensor, _: Any) -> torch.Tensor:
         return torch.full((len(ids_BT),), sample.over(settings.time_limit), device=ids_BT.device)
 
-    with _plain_settings(model):
+    given = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
+    try:
         model.generate(
             prompts.ids_BT,
             attention_mask=prompts.mask_BT,
@@ -72,6 +71,8 @@ def run_theirs(row: BenchRow) -> DecodeSample:
             stopping_criteria=[late],
             **{CACHE_NAME: cache},
         )
+    finally:
+        model.generation_config = given
     sample.peak_bytes = peak_bytes(model.device)
     return sample
 
@@ -89,17 +90,6 @@ def needed_bytes(model: Any, name: str, point: Point, settings: DecodeSettings) 
     widest: int = 4 * (text.hidden_size + (getattr(text, "intermediate_size", 0) or 0))
     each = sum(sizes) + repeats + grown + widest * model.dtype.itemsize + LOGITS * text.vocab_size
     return int(point.batch * each)
-
-
-@contextmanager
-def _plain_settings(model: Any) -> Iterator[None]:
-    """Replace the checkpoint's generation settings by greedy decoding without stop tokens."""
-    settings = model.generation_config
-    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, eos_token_id=None)
-    try:
-        yield
-    finally:
-        model.generation_config = settings
 
 
 def _fill(model: Any, cache: Any, made_up: SyntheticPrompt, context: int) -> None:

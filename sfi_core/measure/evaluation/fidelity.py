@@ -5,9 +5,10 @@ under full attention and under the policy, so that both predict the same token f
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from itertools import product
 from typing import Any, Self
 
 import torch
@@ -15,16 +16,16 @@ import torch
 from sfi_core.engine.audit import divergence
 from sfi_core.engine.report import RequestReport
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.errors import InputError
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import read_prompt
 from sfi_core.generation.prompts import text_ids
+from sfi_core.hosts.transformers.stores import engine_for
+from sfi_core.measure.evaluation.grid import WHOLE, Cell, Method, Place, Row, Rows, check_distinct
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
-from sfi_core.triggers.trigger import resolve_triggers
 
-FULL = "full-kv"
-EDGES = (0, 1, 2, 4, 8, 16, 32)  # where groups of positions in a sentence begin
+RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +66,6 @@ def ids_and_prefix(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     return text_ids(tokenizer, text, special=False), first if start is not None and first == [start] else []
 
 
-def sentence_positions(window: Window, ends: Collection[int]) -> list[int]:
-    """Return for each step the tokens since the last one among `ends`, in the prompt or decoded."""
-    last, steps_since = 0, []
-    for place, token in enumerate(window.ids[:-1]):
-        last = place if token in ends else last
-        if place >= window.prompt_tokens - 1:
-            steps_since.append(place - last)
-    return steps_since
-
-
 @dataclass(slots=True, kw_only=True)
 class Fidelity:
     """Measures of the steps of some windows; lists with an entry per step."""
@@ -82,9 +73,6 @@ class Fidelity:
     window: list[int] = field(default_factory=list)  # the window's start
     # decoding step; 0 is the prompt's last position, the same under every policy
     step: list[int] = field(default_factory=list)
-    # steps since the last step whose input token ended a sentence. 0 is that step itself, which Eq. 5 makes slow.
-    # Before the first such step, the steps since the window's start
-    in_sentence: list[int] = field(default_factory=list)
     slow: list[bool] = field(default_factory=list)  # whether the step was slow
     kl: list[float] = field(default_factory=list)  # KL(full attention || policy) of the next token, nats
     agrees: list[bool] = field(default_factory=list)  # whether the same token is most likely under both
@@ -110,36 +98,29 @@ class Fidelity:
             `windows`, `steps`, `slow_rate`, `kl` (mean, nats), `kl_p95`, `agreement`, `perplexity`,
             `perplexity_full`, and the windows' mean `read_ratio`, `selection_ratio` and `stored_ratio`.
         """
-        decoded = [index for index, step in enumerate(self.step) if step > 0]
-        kl, reports = sorted(self.kl[index] for index in decoded), self.reports
+        decoded, reports = [index for index, step in enumerate(self.step) if step > 0], self.reports
+
+        def mean(values: Sequence[float]) -> float:
+            return _mean(values[index] for index in decoded)
+
+        kl = sorted(self.kl[index] for index in decoded)
         return {
             "windows": len(reports),
-            **self._over(decoded),
+            "steps": len(decoded),
+            "slow_rate": mean(self.slow),
+            "kl": mean(self.kl),
+            "agreement": mean(self.agrees),
+            "perplexity": math.exp(mean(self.nll)),
+            "perplexity_full": math.exp(mean(self.nll_full)),
             # the smallest value that at least this share of the values do not exceed
             "kl_p95": kl[math.ceil(0.95 * len(kl)) - 1] if kl else math.nan,
-            "read_ratio": _mean(report.read_ratio for report in reports),
-            "selection_ratio": _mean(report.selection_ratio for report in reports),
-            "stored_ratio": _mean(report.stored_ratio for report in reports),
+            **{name: _mean(getattr(report, name) for report in reports) for name in RATIOS},
         }
 
-    def by_sentence_position(self) -> list[dict[str, Any]]:
-        """Average by position in the sentence: 0, 1, 2-3, 4-7, 8-15, 16-31, 32+."""
-        rows = []
-        for low, high in pairwise((*EDGES, math.inf)):
-            chosen = [i for i, place in enumerate(self.in_sentence) if low <= place < high and self.step[i] > 0]
-            if chosen:
-                rows.append({"position": _label(low, high), "first": low, **self._over(chosen)})
-        return rows
 
-    def _over(self, chosen: Collection[int]) -> dict[str, float]:
-        return {
-            "steps": len(chosen),
-            "slow_rate": _mean(self.slow[i] for i in chosen),
-            "kl": _mean(self.kl[i] for i in chosen),
-            "agreement": _mean(self.agrees[i] for i in chosen),
-            "perplexity": math.exp(_mean(self.nll[i] for i in chosen)),
-            "perplexity_full": math.exp(_mean(self.nll_full[i] for i in chosen)),
-        }
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +146,7 @@ def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: Eng
         rows.append(logits_BV.log_softmax(-1))
 
     texts, config = [window.ids for window in windows], SfiConfig(trigger_policy="always")
-    how: dict[str, Any] = {"policy": FULL, "engine": EngineOptions(backend=engine.backend), "shared": shared}
+    how: dict[str, Any] = {"policy": WHOLE, "engine": EngineOptions(backend=engine.backend), "shared": shared}
     teacher_force(model, tokenizer, texts, prompt_tokens, keep, config, **how)
     return Reference(windows, torch.stack(rows), shared)
 
@@ -176,8 +157,7 @@ def fidelity(
 ) -> list[Fidelity]:  # fmt: skip
     """Compare a policy with full attention on windows that are decoded together.
 
-    A sentence ends with a trigger token. The policy runs on the backend of `full`. Raise `SfiError` as
-    `teacher_force`.
+    The policy runs on the backend of `full`. Raise `SfiError` as `teacher_force`.
     """
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]
@@ -196,22 +176,100 @@ def fidelity(
     texts = [window.ids for window in full.windows]
     how: dict[str, Any] = {"policy": policy, "engine": engine, "shared": full.shared}
     report = teacher_force(model, tokenizer, texts, prompt_tokens, compare, config, **how)
-    ends = frozenset(resolve_triggers(tokenizer, config.replace(trigger_policy="boundary")))
     for part, window, request in zip(parts, full.windows, report.requests, strict=True):
         slow = set(request.slow_at)
         part.slow = [step in slow for step in part.step]
-        part.in_sentence = sentence_positions(window, ends)
         part.window = [window.start] * len(part.step)
         part.reports = [request]
     return parts
 
 
-def _label(low: float, high: float) -> str:
-    if high == math.inf:
-        return f"{low:.0f}+"
-    return f"{low:.0f}" if high == low + 1 else f"{low:.0f}-{high - 1:.0f}"
+def window_cells(methods: Sequence[Method], lengths: Sequence[int], count: int, tokens: int) -> list[Cell]:
+    """List every method on `count` windows of each length, the first window of all lengths first.
+
+    Full attention, the reference, has no cells. Raise `ConfigError` if no other method is given, for no window, for
+    less than 2 decoded `tokens`, and for lengths that are none or come twice.
+    """
+    check_distinct("length", lengths)
+    compared = [method for method in methods if method.policy != WHOLE]
+    if not compared:
+        raise ConfigError(f"fidelity must have a method besides {WHOLE}, got none")
+    # the first token is the same under every method: the prompt is read densely
+    for name, value, least in (("tokens", tokens, 2), ("windows", count, 1)):
+        if value < least:
+            raise ConfigError(f"{name} must be at least {least}, got {value}")
+    grid = product(range(count), lengths, compared)
+    return [Cell(method=method, length=length, number=number) for number, length, method in grid]
 
 
-def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed) if listed else math.nan
+class WindowRows(Rows[Window]):
+    """Makes the rows of windows: a continuation is decoded with its own tokens; an entry of `steps` a step."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS, *, text: str, tokens: int, count: int
+    ) -> None:
+        """Take a text and how it is cut: into `count` windows of each length, with `tokens` that are decoded."""
+        super().__init__(model, tokenizer, engine)
+        self._text, self._tokens, self._count = text, tokens, count
+        self.windows = cache(self._windows)
+
+    def _windows(self, length: int) -> list[Window]:
+        # spread over the text; `InputError` if the text is too short
+        ids, prefix = ids_and_prefix(self.tokenizer, self._text)
+        return windows(ids, length, self._tokens, self._count, prefix)
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """See `Rows`."""
+        limit = self.positions(cells)
+        for length in dict.fromkeys(cell.length for cell in cells):
+            whole = len(self.windows(length)[0].ids)
+            if limit is not None and whole > limit:
+                raise InputError(
+                    f"fidelity of length {length} must fit the model's {limit} positions, "
+                    f"got {length} prompt and {whole - length} new tokens"
+                )
+        for cell in cells:
+            cell.method.config_for(cell.length)
+
+    def draw(self, place: Place) -> Window:
+        """Return a window."""
+        number, length, _ = place
+        return self.windows(length)[number]
+
+    def read(self, prompt: Window, methods: Sequence[Method]) -> Reference:
+        """Decode the window under full attention."""
+        return reference(self.model, self.tokenizer, [prompt], engine=self.engine)
+
+    def decode(self, shared: Reference, method: Method, prompt: Window) -> Row:
+        """Decode the window by one method, and compare."""
+        (part,) = fidelity(
+            self.model, self.tokenizer, shared, method.config_for(prompt.prompt_tokens),
+            policy=method.policy, engine=engine_for(method.policy, self.engine),
+        )  # fmt: skip
+        values = asdict(part)
+        (report,) = values.pop("reports")
+        return {"steps": values, "report": report}
+
+    def empty(self, method: Method, prompt: Window) -> Row:
+        """See `Rows`."""
+        return {
+            **method.columns(prompt.prompt_tokens),
+            "length": prompt.prompt_tokens,
+            "tokens": self._tokens,
+            "window": prompt.number,
+            "steps": None,
+            "report": None,
+        }
+
+
+def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
+    """Join the steps of the windows of some rows; fields of another version are left out."""
+    return Fidelity.join(
+        Fidelity(**_known(Fidelity, row["steps"]), reports=[RequestReport(**_known(RequestReport, row["report"]))])
+        for row in rows
+    )
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in fields(kind) if one.init}
+    return {name: value for name, value in values.items() if name in names}

@@ -22,7 +22,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import InputError
 from sfi_core.generation.generate import read_prompt
 from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.measure.evaluation.method import preset_config
+from sfi_core.measure.evaluation.grid import nested, preset_config
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 from sfi_core.models.load import load, resolve_device
 from sfi_core.models.rotation import most_positions
@@ -52,15 +52,11 @@ class SfiLM(HFLM):  # type: ignore[misc]
         """Load the model; the arguments are those of `--model_args`.
 
         `settings` are settings of `SfiConfig`, such as `selector.alpha`, and the arguments `THEIRS`. `preset`
-        may be a TOML file.
-
-        Raises:
-            ConfigError: A setting is unknown or out of range.
-            SfiError: As `load`.
+        may be a TOML file. Raise `ConfigError` for a setting that is unknown or out of range, and as `load`.
         """
         theirs = {name: settings.pop(name) for name in THEIRS if name in settings}
         policy_class(policy)
-        config = preset_config(preset).replace(**_nested(settings))
+        config = preset_config(preset).replace(**nested(settings.items()))
         self._engine = EngineOptions(backend=backend, kv_device_budget=kv_device_budget)
         check_backend(backend, resolve_device(device))
         model, tokenizer = load(
@@ -178,12 +174,3 @@ class SfiLM(HFLM):  # type: ignore[misc]
             return
         read = self._sums["cache_read_ratio"] / self._steps
         logger.info("%s read %.1f%% of the cache over %d steps", self._policy, 100 * read, self._steps)
-
-
-def _nested(settings: dict[str, Any]) -> dict[str, Any]:
-    # `selector.alpha` as `SfiConfig.replace` takes it
-    nested: dict[str, Any] = {}
-    for full, value in settings.items():
-        table, _, name = full.rpartition(".")
-        (nested.setdefault(table, {}) if table else nested)[name] = value
-    return nested

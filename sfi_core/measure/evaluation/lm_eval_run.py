@@ -15,10 +15,7 @@ THEIRS = (ValueError, KeyError, OSError)
 def run_lm_eval(words: Sequence[str]) -> None:
     """Run lm-eval with these arguments; a run is of the model `sfi` unless they or a file of settings name one.
 
-    Raises:
-        BackendError: lm-eval is not installed.
-        ConfigError: lm-eval refuses a task, a file or an argument.
-        SfiError: As the model `sfi`.
+    Raise `BackendError` without lm-eval, `ConfigError` for what lm-eval refuses, and `SfiError` as the model `sfi`.
     """
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     if missing:

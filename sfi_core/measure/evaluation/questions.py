@@ -88,11 +88,7 @@ class DocumentTask:
 
     name: str  # the name on the command line
     bundled: bool = False  # whether the task is made for the bundled checkpoint only
-
-    @property
-    def least(self) -> int:
-        """The fewest units of a document that contains the answers."""
-        return 0
+    least: int = 0  # the fewest units of a document that contains the answers
 
     def question(self, length: int, seed: int, units: int) -> Question:
         """Draw the question over a document of `units` units; the same one for the same arguments."""

@@ -1,6 +1,7 @@
 """Decode samples of tasks: each prompt is read once, and every method decodes from the shared cache."""
 
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -8,8 +9,7 @@ from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import generate, read_prompt
 from sfi_core.hosts.transformers.stores import engine_for
-from sfi_core.measure.evaluation.grid import Cell, Place, Row, Rows
-from sfi_core.measure.evaluation.method import Method, check_distinct
+from sfi_core.measure.evaluation.grid import Cell, Method, Place, Row, Rows, check_distinct
 from sfi_core.measure.evaluation.questions import TaskSample
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import policy_class
@@ -20,25 +20,16 @@ REPORTED = (
     "finish_reason", "read_ratio", "selection_ratio", "stored_ratio", "slow_steps", "fast_steps",
     "decode_seconds", "token_ids",
 )  # fmt: skip
-MEASURED = (
-    "score", "scores", "generated", "finish_reason", "read_ratio", "selection_ratio", "stored_ratio",
-    "slow_steps", "fast_steps", "decode_seconds", "tokens_per_second", "text", "token_ids",
-)  # fmt: skip
+MEASURED = ("score", "generated", "tokens_per_second", "text", *REPORTED)
 
 
 def sample_cells(
     methods: Sequence[Method], tasks: Sequence[str], lengths: Sequence[int], seeds: Sequence[int]
 ) -> list[Cell]:
-    """List every method on every sample, by seed, so that a stopped run has all tasks and lengths.
+    """List every method at its size on every sample, by seed, so that a stopped run has all tasks and lengths.
 
-    Args:
-        methods: At their sizes.
-        tasks: Names from `sfi_core.measure.evaluation.tasks.TASKS`.
-        lengths: Tokens of the prompts.
-        seeds: Each gives a sample of every task and length.
-
-    Raises:
-        ConfigError: A list is empty, or has a value twice; a task is unknown.
+    `tasks` are names from `tasks.TASKS`; each seed gives a sample of every task and length. Raise `ConfigError` for a
+    list that is empty or has a value twice, and for an unknown task.
     """
     for name, values in {"length": lengths, "task": tasks, "sample": seeds}.items():
         check_distinct(name, values)
@@ -58,52 +49,32 @@ class SampleRows(Rows[TaskSample]):
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
         """See `Rows`."""
         super().__init__(model, tokenizer, engine)
-        self._trigger_ids: dict[str, tuple[int, ...]] = {}  # by label; looking them up takes a while
+        self._trigger_ids = cache(partial(resolve_triggers, tokenizer))  # of settings; looking them up takes a while
 
     def check(self, cells: Sequence[Cell]) -> None:
-        """Check the cells before anything runs.
-
-        Raises:
-            InputError: A prompt and its answer exceed the model's positions.
-            ConfigError: A size selects no token, or a trigger is no token.
-        """
+        """See `Rows`."""
         methods = {cell.method.key: cell.method for cell in cells}.values()
         for method in methods:
-            self._triggers(method)
-        limit = self.positions(cells)
-        seeds: dict[tuple[int, str], list[int]] = {}
-        for cell in cells:
-            assert cell.task is not None, "the cell is of a sample"
-            seeds.setdefault((cell.length, cell.task), []).append(cell.number)
-        for (length, task), numbers in seeds.items():
-            first = self._checked(limit, length, task, list(dict.fromkeys(numbers)))
+            self._trigger_ids(method.config)
+        limit, seeds = self.positions(cells), dict.fromkeys(cell.number for cell in cells)
+        for length, name in dict.fromkeys((cell.length, cell.task) for cell in cells):
+            samples = (find_task(name).sample(self.tokenizer, length, seed) for seed in seeds)
+            first = next(samples)
             for method in methods:
                 method.config_for(len(first.prompt_ids))
-
-    def _triggers(self, method: Method) -> tuple[int, ...]:
-        if method.label not in self._trigger_ids:
-            self._trigger_ids[method.label] = resolve_triggers(self.tokenizer, method.config)
-        return self._trigger_ids[method.label]
-
-    def _checked(self, limit: int | None, length: int, name: str, seeds: Sequence[int]) -> TaskSample:
-        # only the first seed, unless the length is so near the limit that a longer answer might not fit
-        task = find_task(name)
-        first = task.sample(self.tokenizer, length, seeds[0])
-        near = limit is not None and length + 2 * first.max_new_tokens > limit
-        others = (task.sample(self.tokenizer, length, seed) for seed in seeds[1:]) if near else ()
-        for sample in (first, *others):
-            prompt, new = len(sample.prompt_ids), sample.max_new_tokens
-            if limit is not None and prompt + new > limit:
-                raise InputError(
-                    f"task {name!r} of length {length} must fit the model's {limit} positions, "
-                    f"got {prompt} prompt and {new} new tokens"
-                )
-        return first
+            # the first seed alone, unless the length is so near the limit that a longer answer might not fit
+            near = limit is not None and length + 2 * first.max_new_tokens > limit
+            for sample in (first, *samples) if near else ():
+                prompt, new = len(sample.prompt_ids), sample.max_new_tokens
+                if limit is not None and prompt + new > limit:
+                    raise InputError(
+                        f"task {name!r} of length {length} must fit the model's {limit} positions, "
+                        f"got {prompt} prompt and {new} new tokens"
+                    )
 
     def draw(self, place: Place) -> TaskSample:
         """Draw a sample."""
         number, length, task = place
-        assert task is not None, "the place is of a sample"
         return find_task(task).sample(self.tokenizer, length, number)
 
     def read(self, prompt: TaskSample, methods: Sequence[Method]) -> SharedPrompt:
@@ -117,7 +88,7 @@ class SampleRows(Rows[TaskSample]):
 
     def decode(self, shared: SharedPrompt, method: Method, prompt: TaskSample) -> Row:
         """Decode a sample by one method and score the answer."""
-        config = method.config_for(len(prompt.prompt_ids)).replace(trigger_token_ids=self._triggers(method))
+        config = method.config_for(len(prompt.prompt_ids)).replace(trigger_token_ids=self._trigger_ids(method.config))
         result = generate(
             self.model, self.tokenizer, [prompt.prompt_ids], config, policy=method.policy,
             max_new_tokens=prompt.max_new_tokens, shared=shared, engine=engine_for(method.policy, self.engine),
@@ -129,7 +100,6 @@ class SampleRows(Rows[TaskSample]):
         (report,), (text,) = result.report.requests, result.texts
         scores = dict(find_task(prompt.task).score(prompt, report.token_ids, text, self.tokenizer))
         return {
-            **self.empty(method, prompt),
             **{name: getattr(report, name) for name in REPORTED},
             "score": float(scores.pop("score")),
             "scores": scores,
@@ -139,7 +109,7 @@ class SampleRows(Rows[TaskSample]):
         }
 
     def empty(self, method: Method, prompt: TaskSample) -> Row:
-        """See `Rows`; the row sets the order of the columns."""
+        """See `Rows`."""
         return {
             **method.columns(len(prompt.prompt_ids)),
             "task": prompt.task,
@@ -149,5 +119,4 @@ class SampleRows(Rows[TaskSample]):
             **dict.fromkeys(MEASURED),
             "scores": {},
             "expected": list(prompt.answers),
-            "error": None,
         }

@@ -10,17 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from sfi_core.bundled.corpus import (
-    ADJECTIVES,
-    HELD_OUT,
-    NAMES,
-    OBJECTS,
-    PLACE_ADJECTIVES,
-    PLACES,
-    VERBS,
-    draw,
-    sentence,
-)
+from sfi_core.bundled import example as corpus
 from sfi_core.errors import InputError, unknown
 from sfi_core.measure.evaluation.questions import DocumentTask, Question, TaskSample, depths, seeded
 
@@ -47,7 +37,7 @@ RECALLED = (
     "Each sentence of the text below is about another person. You will be asked to repeat some of "
     "the sentences word for word."
 )
-_ALL = sorted({*ADJECTIVES, *OBJECTS, *PLACE_ADJECTIVES, *PLACES, *VERBS})
+_ALL = sorted({*corpus.ADJECTIVES, *corpus.OBJECTS, *corpus.PLACE_ADJECTIVES, *corpus.PLACES, *corpus.VERBS})
 # no word is part of another, which the score would find in it
 WORDS = tuple(word for word in _ALL if sum(word in other for other in _ALL) == 1)
 
@@ -133,11 +123,7 @@ class CommonWords(DocumentTask):
     """A list in which ten words occur ten times as often as any other; a unit is an entry."""
 
     name: str = "common-words"
-
-    @property
-    def least(self) -> int:
-        """The fewest entries in which the ten words are ten times as frequent as any other."""
-        return ASKED * RATIO + ASKED
+    least: int = ASKED * RATIO + ASKED  # in fewer entries no ten words are ten times as frequent as any other
 
     def question(self, length: int, seed: int, units: int) -> Question:
         """Draw the list; a longer list repeats all words more often."""
@@ -164,11 +150,7 @@ class SentenceRecall(DocumentTask):
 
     name: str = "sentence-recall"
     asked: int = 8
-
-    @property
-    def least(self) -> int:
-        """One sentence for each person asked about."""
-        return self.asked
+    least: int = 8  # one sentence for each person asked about
 
     def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
         """Return the share of the sentences that the text holds word for word."""
@@ -180,7 +162,7 @@ class SentenceRecall(DocumentTask):
         """Draw a text and the people asked about, anywhere in the text."""
         rng = seeded(self.name, length, seed)
         names = full_names(rng, units)
-        sentence_of = {name: sentence(rng, name, ".").strip() for name in names}
+        sentence_of = {name: corpus.sentence(rng, name, ".").strip() for name in names}
         chosen = rng.sample(names, self.asked)
         text = paragraphs(list(sentence_of.values()))
         ask = f"Repeat word for word, one after the other, the sentences of the text above about {', '.join(chosen)}."
@@ -208,7 +190,7 @@ class BundledRecall(DocumentTask):
             raise InputError(f"length must be at most {LONGEST} for task {self.name!r}, got {length}")
         size = length
         while True:
-            drawn = draw(random.Random(HELD_OUT + seed), size, self.asked)  # noqa: S311
+            drawn = corpus.draw(random.Random(corpus.HELD_OUT + seed), size, self.asked)  # noqa: S311
             ids = tuple(tokenizer(drawn.prompt)["input_ids"])
             if len(ids) <= length:
                 break
@@ -234,14 +216,14 @@ class BundledRecall(DocumentTask):
 
 def full_names(rng: random.Random, count: int) -> list[str]:
     """Draw different names of two words, such as ``Belora Tamvex``; there are about a million."""
-    drawn = rng.sample(range(len(NAMES) ** 2), count)
-    return [f"{NAMES[index // len(NAMES)]} {NAMES[index % len(NAMES)]}" for index in drawn]
+    drawn = rng.sample(range(len(corpus.NAMES) ** 2), count)
+    return [f"{corpus.NAMES[index // len(corpus.NAMES)]} {corpus.NAMES[index % len(corpus.NAMES)]}" for index in drawn]
 
 
 def filler(rng: random.Random) -> Iterator[str]:
     """Yield sentences without end, such as ``Belora hid a red lantern under the old bridge.``."""
     while True:
-        yield sentence(rng, rng.choice(NAMES), ".").strip()
+        yield corpus.sentence(rng, rng.choice(corpus.NAMES), ".").strip()
 
 
 def paragraphs(sentences: Sequence[str], size: int = 5) -> str:

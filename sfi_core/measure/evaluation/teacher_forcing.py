@@ -35,12 +35,8 @@ def teacher_force(
     `on_logits` is called with each step and its logits, `[B, V]` float32. `shared` is the cache of the
     prompts from `read_prompt`; None reads the prompts. The other arguments are those of `slow_fast`.
 
-    Raises:
-        ConfigError: A setting is out of range, the texts differ in length, a prompt leaves no token, or
-            `shared` is of other prompts.
-        InputError: A text is longer than the model's positions.
-        NumericsError: Logits hold NaN or infinity.
-        MemoryForecastError: The run would not fit.
+    Raise `ConfigError` for texts that differ in length, a prompt that leaves no token and a cache of other prompts,
+    `InputError` for a text longer than the model's positions, `NumericsError` for NaN or infinity, and as `slow_fast`.
     """
     sizes = sorted({len(ids) for ids in texts})
     if len(sizes) != 1:
@@ -62,8 +58,7 @@ def teacher_force(
         )
         check_fits(expected, model.device, two_tier=session.tiers is not None)
         decoder = Decoder(
-            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity,
-            chunk=engine.prefill_chunk,
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=engine.prefill_chunk,
             shared=shared,
         )  # fmt: skip
         prompts, given = ids_BT.tolist(), [ids[prompt_tokens:] for ids in texts]

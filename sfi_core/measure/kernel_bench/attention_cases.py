@@ -12,19 +12,20 @@ from torch.nn.functional import scaled_dot_product_attention
 from sfi_core.machine.private import Operators
 from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.result import KernelVariant, reason
-from sfi_core.measure.kernel_bench.settings import VERIFIED
-from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, encode_keys
+from sfi_core.measure.kernel_bench.gates import KernelVariant, reason
+from sfi_core.measure.kernel_bench.settings import FLOAT32, INT32, PIECES
+from sfi_kernels.code_scan import SLOTS, BatchCodes, CodeBasis, bits_of, code_scan, encode_keys, words
 from sfi_kernels.code_scan.reference import scanned
+from sfi_kernels.compiled import fastest
+from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.dense_attention import dense_attention
-from sfi_kernels.numpy_views import fastest
-from sfi_kernels.sparse_attention import sparse_attention
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows
 
 Call = Callable[[], torch.Tensor]
 SDPA, SOFTMAX = "_scaled_dot_product_", {"_softmax", "_safe_softmax"}
 PAPER_TILE = 16  # tokens of a tile of `dense.paper_like`
 DENSE_EVERY = 8  # of mixed heads, every eighth KV head reads all tokens
+VERIFIED = (1, 5, 8, 9, 17)  # queries of a verification: one more than its draft has tokens
 CHECKED = 16  # queries of a prompt's piece that the check computes
 # of a step of CodeScan
 TIED = 1 + 2**-3  # what a key may exceed another by with the same score
@@ -33,7 +34,7 @@ CODED = 0.9  # of the new keys' words; at a level's edge rounding decides
 COVERED = 2.5  # a channel's levels cover so many standard deviations on either side of the mean
 
 
-def dense(layer: LayerData, _: float) -> Iterator[KernelVariant]:
+def dense(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     """Yield attention to every token, and PyTorch's SDPA if it or `fast` was asked for."""
     settings, expected = layer.settings, layer.textbook()
     moved = settings.attention_bytes(settings.context)
@@ -110,7 +111,7 @@ def mixed_heads(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     yield KernelVariant("mixed_heads", retention, call, moved, lambda: expected.error(call()))
 
 
-def verify(layer: LayerData, _: float) -> Iterator[KernelVariant]:
+def verify(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     """Yield a verification for each number of queries in `VERIFIED`; with one query it is a slow step."""
     settings = layer.settings
     for count in VERIFIED:
@@ -139,43 +140,39 @@ def _slow_step(layer: LayerData, name: str, query_BHGWD: torch.Tensor, form: str
 
 
 def prompt(layer: LayerData, _: None) -> Iterator[KernelVariant]:
-    """Yield the first piece of a prompt and the last piece, each followed by its rival."""
-    settings = layer.settings
-    first, last = settings.piece(layer.device), settings.piece(layer.device, last=True)
+    """Yield the first piece of a prompt and the last piece, which follows a cache, each followed by its rival."""
+    settings, (keys, values, table) = layer.settings, layer.paged
+    most = PIECES[layer.device.type]
+    first, last = min(most, settings.context), min(most, settings.context // 2)
     for name, W, tokens in (("prompt", first, first), ("prompt.piece", last, settings.context)):
         query = layer.draw_queries(1, W)
-        yield _piece(layer, name, query, tokens, _own_piece(layer, query, tokens))
-        rival = _rival_piece(layer, query, tokens)
+        operands = query, keys, values, table[:1], torch.full_like(layer.length_B[:1], tokens)
+        call: Call = partial(dense_attention.on(layer.backend), *operands, scale=settings.scale)
+        yield _piece(layer, name, query, tokens, call)
+        call = _rival_piece(layer, query, tokens)
         try:
-            rival()
+            call()
         except (RuntimeError, ValueError, TypeError) as error:
             layer.notes.append(f"{name}.sdpa does not run here: {reason(error)}")
             continue
-        yield _piece(layer, f"{name}.sdpa", query, tokens, rival, rival=True)
-
-
-def checked_queries(count: int) -> list[int]:
-    """Return the queries of a piece that are checked: evenly spread, including the first and the last."""
-    return sorted({round(at * (count - 1) / (CHECKED - 1)) for at in range(CHECKED)})
+        yield _piece(layer, f"{name}.sdpa", query, tokens, call, rival=True)
 
 
 def _piece(
     layer: LayerData, name: str, query_1HGWD: torch.Tensor, tokens: int, call: Call, *, rival: bool = False
 ) -> KernelVariant:
-    W = query_1HGWD.shape[3]
+    settings, W = layer.settings, query_1HGWD.shape[3]
+    # queries that are checked: evenly spread, including the first and the last
+    places = sorted({round(at * (W - 1) / (CHECKED - 1)) for at in range(CHECKED)})
 
     def error() -> float:
-        return layer.causal_error(call(), query_1HGWD, checked_queries(W), tokens, rival=rival)
+        return layer.causal_error(call(), query_1HGWD, places, tokens, rival=rival)
 
-    form, flops = f"{W:,} queries over {tokens:,} tokens", layer.settings.prompt_flops(W, tokens)
-    moved, shape = layer.settings.prompt_bytes(W, tokens), {"context": tokens, "batch": 1}
+    form, shape = f"{W:,} queries over {tokens:,} tokens", {"context": tokens, "batch": 1}
+    moved = tokens * settings.row_bytes // settings.batch + 2 * query_1HGWD.nbytes
+    pairs = W * tokens - W * (W - 1) // 2  # masked pairs do not count
+    flops = 4 * settings.heads * settings.head_dim * pairs
     return KernelVariant(name, None, call, moved, error, form, flops, shape)
-
-
-def _own_piece(layer: LayerData, query: torch.Tensor, tokens: int) -> Call:
-    keys, values, table = layer.paged
-    operands = query, keys, values, table[:1], torch.full_like(layer.length_B[:1], tokens)
-    return partial(dense_attention.on(layer.backend), *operands, scale=layer.settings.scale)
 
 
 def _rival_piece(layer: LayerData, query_1HGWD: torch.Tensor, tokens: int) -> Call:
@@ -232,7 +229,11 @@ def codescan(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
         read = layer.packed_index(selected._replace(index_BHK=index), recent=True)
         return layer.textbook(read).error(out_BHGD)
 
-    moved = settings.codescan_bytes(settings.attended(retention))
+    # words of code, and two bases of each request, of keys and of queries: a mean, and a projection
+    numbers = words(settings.head_dim)
+    bases = 2 * settings.head_dim * (SLOTS * numbers + 1) * FLOAT32
+    moved = settings.pairs * (settings.context * numbers * INT32 + bases)
+    moved += settings.append_bytes() + settings.attention_bytes(settings.attended(retention))
     yield KernelVariant("codescan", retention, call, moved, error)
 
 

@@ -10,12 +10,11 @@ import torch
 from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.attention_cases import codescan, dense, fast, mixed_heads, prompt, verify
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
-from sfi_core.measure.kernel_bench.result import KernelVariant, checked
-from sfi_core.measure.kernel_bench.settings import PACKED_OPS
-from sfi_kernels.append import append
+from sfi_core.measure.kernel_bench.gates import KernelVariant, checked
+from sfi_core.measure.kernel_bench.settings import FLOAT32, INT32, RETAINING
 from sfi_kernels.fused import add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
-from sfi_kernels.pack import pack, recall
+from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
@@ -27,19 +26,21 @@ Make = Callable[[LayerData, Any], Iterator[KernelVariant]]
 
 def scored(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     """Yield the Selector's scores of one query."""
-    logits, inside = layer.evidence_BHGWT, layer.allowed_BT
+    logits, inside, settings = layer.evidence_BHGWT, layer.allowed_BT, layer.settings
     log_sum = logits.masked_fill(~inside[:, None, None, None], -torch.inf).logsumexp(-1)
     inputs = logits, layer.norm_BHT, inside
     call = partial(selector.on(layer.backend), *inputs, log_sum_BHGW=log_sum, **asdict(SELECTOR))
-    moved = layer.settings.selector_bytes()
+    positions = settings.batch * settings.context
+    moved = positions * (settings.heads + 2 * settings.kv_heads) * FLOAT32 + positions
     yield KernelVariant("selector", None, call, moved, lambda: gates.selector_error(call(), *inputs, SELECTOR))
 
 
 def best(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     """Yield Top-K of the scores."""
-    K, score = layer.settings.budget(retention), layer.score_BHT
+    settings, score = layer.settings, layer.score_BHT
+    K = settings.budget(retention)
     call = partial(top_k.on(layer.backend), score, K)
-    moved = layer.settings.top_k_bytes(K)
+    moved = settings.pairs * (settings.context * FLOAT32 + K * INT32)
     yield KernelVariant("top_k", retention, call, moved, lambda: gates.top_k_error(score, call()))
 
 
@@ -80,7 +81,9 @@ def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
         wrong = gates.pack_error(into.segment, layer.key_BHTD, layer.value_BHTD, index)
         return max(wrong, gates.same(fetched, torch.full_like(fetched, missing)))
 
-    moved = layer.settings.recall_bytes(index.shape[2], index.shape[2] - missing)
+    # the positions that are wanted, and those of the old rows
+    positions = layer.settings.pairs * (K + index.shape[2] - missing) * INT32
+    moved = layer.settings.pack_bytes(index.shape[2]) + positions
     yield KernelVariant("recall", retention, call, moved, error)
 
 
@@ -99,7 +102,10 @@ def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:
         call()
         keys, values, norms = (rows[last, :, offset] for rows in stored)
         wrong = max(gates.same(keys, key[:, :, 0]), gates.same(values, value[:, :, 0]))
-        return max(wrong, gates.norm_error(norms, key[:, :, 0]))
+        expected = key[:, :, 0].double().square().sum(-1).sqrt()
+        # a sum of D squares is off by at most D roundings, its root by D / 2
+        allowed = (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps * expected
+        return max(wrong, gates.share((norms.double() - expected).abs(), allowed))
 
     yield KernelVariant("append", None, call, layer.settings.append_bytes(), error)
 
@@ -140,7 +146,7 @@ def _fused(
         pairs = zip(call(), expected, strict=True) if isinstance(expected, tuple) else [(call(), expected)]
         return max(gates.rounding_error(*pair, sizes) for pair in pairs)
 
-    return KernelVariant(name, None, call, numbers * layer.settings.torch_dtype.itemsize, error)
+    return KernelVariant(name, None, call, numbers * layer.settings.itemsize, error)
 
 
 # by title, the ops that take turns, and what makes the variants of each for a retention
@@ -165,8 +171,6 @@ def groups(layer: LayerData) -> Iterator[tuple[str, Iterator[KernelVariant]]]:
 
 def _variants(layer: LayerData, ops: dict[str, Make]) -> Iterator[KernelVariant]:
     for op, make in ops.items():
-        retentions: tuple[float | None, ...] = (1.0,) if op in ("dense", "verify") else (None,)
-        if op in PACKED_OPS or op == "top_k":
-            retentions = layer.settings.retentions
+        retentions: tuple[float | None, ...] = layer.settings.retentions if op in RETAINING else (None,)
         for retention in retentions:
             yield from checked(op, retention, make(layer, retention))

@@ -31,15 +31,10 @@ def compile_kernels(archs: Sequence[str] = ARCHS, on_kernel: OnKernel | None = N
     """Compile every specialization of every kernel, in a process for each core.
 
     A thread calls `on_kernel` with each row at once, and with the number of all rows, 0 while it is unknown. An error
-    or Ctrl-C ends the processes and what they started.
+    or Ctrl-C ends the processes and what they started. Return a row for each: `kernel`, `arch`, `registers`,
+    `spill_bytes`, `shared_bytes`, `async_buffers`, `over_limit`; in the order of `archs` and of names.
 
-    Returns:
-        A row for each: `kernel`, `arch`, `registers`, `spill_bytes`, `shared_bytes`, `async_buffers`,
-        `over_limit`; in the order of `archs` and of names.
-
-    Raises:
-        ConfigError: An architecture is unknown.
-        BackendError: The compiler failed.
+    Raise `ConfigError` for an unknown architecture, `BackendError` if the compiler failed.
     """
     unknown = [arch for arch in archs if arch not in ARCHS]
     if unknown or not archs:

@@ -9,14 +9,13 @@ import torch
 
 from sfi_core.measure.kernel_bench import gates
 from sfi_core.measure.kernel_bench.settings import KernelSettings
+from sfi_core.settings.config import SelectorConfig
 from sfi_core.settings.engine import PAGE_SIZE
-from sfi_core.settings.parts import SelectorConfig
 from sfi_core.state.layer_pages import LayerPages
-from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs, split_plan, work_items
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.pack import pack
 from sfi_kernels.selector import selector
-from sfi_kernels.split_plan import split_plan, work_items
 from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_step
 
 # standard deviation of the logits: attention rests on some thirty tokens of 16K, so that a missing token
@@ -59,13 +58,8 @@ class Selected(NamedTuple):
 class LayerData:
     """A layer's cache and one step's query for every request.
 
-    Attributes:
-        key_BHTD: Keys, contiguous, as SDPA reads them; `value_BHTD` alike.
-        pages: The same rows in pages; several pages of a request are in a shuffled order.
-        length_B: Cached tokens, int32.
-        recent_start_B: First token of the recent segment, int32.
-        nothing: Packed rows of a slow step, which reads none.
-        notes: Remarks that the rows need.
+    Keys and values are contiguous, as SDPA reads them, and the same rows in `pages`; several pages of a request are in
+    a shuffled order. `nothing` are the packed rows of a slow step, `notes` remarks that the rows of results need.
     """
 
     def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
@@ -85,7 +79,7 @@ class LayerData:
 
     def draw(self, *sizes: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Draw normal numbers, in the settings' dtype unless another is given."""
-        dtype = dtype or self.settings.torch_dtype
+        dtype = dtype or getattr(torch, self.settings.dtype_name)
         return torch.randn(sizes, generator=self._generator, dtype=dtype, device=self.device)
 
     def draw_queries(self, batch: int, count: int) -> torch.Tensor:
@@ -166,8 +160,11 @@ class LayerData:
 
     def packed_index(self, selected: Selected, *, recent: bool = False) -> torch.Tensor:
         """Return the positions of the packed rows, with `recent` those that a fast step reads."""
-        ends = (self.settings.context - self.settings.recent, self.settings.context) if recent else (0, 0)
-        return gates.attended(selected.index_BHK, self.settings.sink, *ends)
+        settings, index_BHK = self.settings, selected.index_BHK
+        start = settings.context - settings.recent if recent else settings.context
+        ends = torch.arange(settings.sink), torch.arange(start, settings.context)
+        first, last = (end.to(index_BHK).expand(*index_BHK.shape[:2], -1) for end in ends)
+        return torch.cat([first, index_BHK, last], 2)
 
     def plan(self, *, programs: int | None = None, **request: Any) -> StepDescriptor:
         """Plan a step of equal requests; planning is not timed, as a plan serves all layers.

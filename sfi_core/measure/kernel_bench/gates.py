@@ -1,19 +1,90 @@
-"""Checks before timing: each op against its formula or its reference, in higher precision.
+"""Variants of ops, and their checks before timing: against the formula or the reference, in higher precision.
 
 A check returns the error as a share of what rounding allows; above 1 the op is wrong. Copies must be exact.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import NamedTuple
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
-from sfi_core.settings.parts import SelectorConfig
+from sfi_core.settings.config import SelectorConfig
+from sfi_kernels.launch import KernelLimitError
 from sfi_kernels.selector import selector
 
 EXACT, WRONG = 0.0, float("inf")
 ROUNDINGS = 4  # to the dtype: a norm, its weight, a product and a sum
+
+
+@dataclass(slots=True, eq=False)
+class KernelVariant:
+    """An op or rival that is checked and timed, and what came of that."""
+
+    name: str  # the op of the row
+    retention: float | None  # the share of the context that the op works on; None if it does not depend on one
+    call: Callable[[], Any]  # runs the op
+    bytes: int  # the bytes that the op must move
+    error: Callable[[], float]  # runs the op, and returns its error; above 1 the result is wrong
+    form: str | None = None  # the form of the call, if there are several
+    flops: int | None = None  # multiplications and additions; None if bytes decide the time
+    shape: Mapping[str, int] = field(default_factory=dict)  # values that replace the settings' shape in the row
+    error_share: float | None = None  # the error, a share of what rounding allows; None if the variant did not run
+    failure: str | None = None  # why the variant is not timed; None if it is
+    launches: int | None = None  # kernels that a call launches; None where Triton launches none
+    times_us: list[float] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The name with the retention."""
+        at = "" if self.retention is None else f" at retention {self.retention:g}"
+        return f"{self.name}{at}"
+
+    @property
+    def row(self) -> tuple[str, float | None, str | None]:
+        """What its row is of: SDPA's forms share one."""
+        return self.name, self.retention, None if self.name == "dense.sdpa" else self.form
+
+    @property
+    def median_us(self) -> float | None:
+        """The median time; None without times."""
+        return statistics.median(self.times_us) if self.times_us else None
+
+    def check(self) -> None:
+        """Compare the result; an exception but `KernelLimitError` becomes the failure."""
+        with self.failing():
+            self.error_share = self.error()
+            if not self.error_share <= 1:
+                self.failure = f"{self.error_share:.3g} times the error that rounding allows"
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Take an exception as the failure; a `KernelLimitError` is raised, as no variant would run."""
+        try:
+            yield
+        except KernelLimitError:
+            raise
+        except Exception as error:  # noqa: BLE001 - compilers, drivers and rivals raise anything
+            self.failure = reason(error)
+
+
+def reason(error: BaseException) -> str:
+    """Return an exception's type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *lines[:1]])
+
+
+def checked(name: str, retention: float | None, variants: Iterable[KernelVariant]) -> Iterator[KernelVariant]:
+    """Yield variants after their checks; if making one raises, the last is one of that name that failed."""
+    unmade = KernelVariant(name, retention, lambda: None, 0, lambda: 0.0)
+    with unmade.failing():
+        for variant in variants:
+            variant.check()
+            yield variant
+    if unmade.failure:
+        yield unmade
 
 
 class Expected(NamedTuple):
@@ -52,13 +123,11 @@ def textbook(
 ) -> Expected:
     """Attend to the positions `index_BHS`, or to all: softmax of q.k times v.
 
-    The precision is float64 for float32 inputs, and float32 for shorter inputs, which round far more.
-
-    Bounds: a float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes. A softmax
-    weight is off by twice the error of its logits, by a few roundings of its own, and by a rounding to the
-    inputs' precision (at least to a multiple of the smallest number) before it multiplies its value. A running sum
-    of S weights, and one of their products with the values, is off by half a rounding a term: at 16K tokens that is
-    more than all else in float32, and nothing beside a shorter precision.
+    Computed in float64 for float32 inputs, else in float32. Bounds: a float32 product of D terms is off by D + 2
+    roundings of the sum of its terms' sizes. A softmax weight is off by twice the error of its logits, by a few
+    roundings of its own, and by a rounding to the inputs' precision (at least to a multiple of the smallest number)
+    before it multiplies its value. A running sum of S weights, and one of their products with the values, is off by
+    half a rounding a term: at 16K tokens that is more than all else in float32, and nothing beside a shorter precision.
     """
     own, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
     wide = torch.float64 if query_BHGD.dtype == torch.float32 else torch.float32
@@ -91,14 +160,6 @@ def logits_error(
     return share((got - expected).abs(), bound)
 
 
-def attended(index_BHK: torch.Tensor, sink: int, recent_start: int, length: int) -> torch.Tensor:
-    """Return the positions of a fast step: sink, selected, recent; [B, H, A]."""
-    B, H, _ = index_BHK.shape
-    ends = [torch.arange(sink), torch.arange(recent_start, length)]
-    first, last = (end.to(index_BHK).expand(B, H, -1) for end in ends)
-    return torch.cat([first, index_BHK, last], 2)
-
-
 def top_k_error(score_BHT: torch.Tensor, index_BHK: torch.Tensor) -> float:
     """Compare with a stable sort: at a tie the lower position wins."""
     order = score_BHT.sort(descending=True, stable=True).indices[..., : index_BHK.shape[2]]
@@ -113,13 +174,6 @@ def pack_error(segment: tuple[torch.Tensor, ...], key: torch.Tensor, value: torc
     return max(same(*pair) for pair in zip(segment, expected, strict=True))
 
 
-def norm_error(norm: torch.Tensor, key: torch.Tensor) -> float:
-    """Compare key norms; a sum of D squares is off by at most D roundings, its root by D / 2."""
-    expected = key.double().square().sum(-1).sqrt()
-    allowed = (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps * expected
-    return share((norm.double() - expected).abs(), allowed)
-
-
 def selector_error(
     result: tuple[torch.Tensor, torch.Tensor],
     logits: torch.Tensor,
@@ -129,8 +183,8 @@ def selector_error(
 ) -> float:
     """Compare scores and weights with the reference in float64.
 
-    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is
-    off by a few roundings of numbers as large as the scores.
+    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is off by a
+    few roundings of numbers as large as the scores.
     """
     worst = EXACT
     for row in range(logits.shape[0]):  # one at a time, to keep temporary tensors small
@@ -150,10 +204,8 @@ def selector_error(
 def rounding_error(
     got: torch.Tensor, expected: torch.Tensor, sizes: Callable[[torch.Tensor], torch.Tensor] = torch.abs
 ) -> float:
-    """Compare with a float64 result; `sizes` gives the numbers that were rounded.
-
-    An epsilon for each rounding to the dtype, and a few of float32's for the sums of squares.
-    """
+    """Compare with a float64 result; `sizes` gives the numbers that were rounded."""
+    # an epsilon for each rounding to the dtype, and a few of float32's for the sums of squares
     kind = torch.finfo(got.dtype)
     bound = ROUNDINGS * (kind.eps + 4 * torch.finfo(torch.float32).eps)
     return share((got.double() - expected).abs(), bound * sizes(expected) + kind.tiny)

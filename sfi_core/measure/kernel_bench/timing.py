@@ -1,8 +1,7 @@
 """Clocks: time every variant in turns in one process, each call with a cold cache.
 
 Before each call, a buffer larger than the last-level cache is read (not written: the timed call would pay for
-writing it back). On CUDA, a call is captured in a graph, and events time the replay; reading the buffer keeps
-the GPU busy while the host enqueues events and replay. On a CPU, the wall clock is read.
+writing it back). On CUDA that keeps the GPU busy while the host enqueues events and the replay of the captured call.
 """
 
 import statistics

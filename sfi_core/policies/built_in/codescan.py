@@ -1,20 +1,17 @@
 """CodeScan, a method of ours: every step scores all keys by short codes and reads the best keys exactly.
 
-At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys
-apart (`learn_basis`). Each key is coded in that basis, in words (`sfi_kernels.code_scan`). After every
-`RELEARN` tokens the basis is learned again, from the queries since then, because rotary positions turn them
-out of it: after 1,500 tokens without that, SmolLM2-135M missed half of the attention. A step estimates
-the logits of all keys from the codes and reads the keys with the highest probability, the mean over the
-queries of the KV head. A pseudo token with the mean value stands for the unread keys; its weight is
-`codescan.rest` of their estimated weight.
+At the end of the prompt each KV head learns the directions in which the prompt's last queries tell its keys apart
+(`learn_basis`). Each key is coded in that basis, in words (`sfi_kernels.code_scan`). After every `RELEARN` tokens the
+basis is learned again, from the queries since then, because rotary positions turn them out of it: after 1,500 tokens
+without that, SmolLM2-135M missed half of the attention. A step estimates the logits of all keys from the codes and
+reads the keys with the highest probability, the mean over the queries of the KV head. A pseudo token with the mean
+value stands for the unread keys, with `codescan.rest` of their estimated weight.
 
-Its parts are known. Basis: KQ-SVD (arXiv 2512.05916) has this optimum, ours is centred; LRQK factors prompt
-queries and keys at rank 32; Loki (Singhania et al., 2024) takes keys alone. Graded bits: SVDq (2502.15304),
-to compress. Scans of few bits: FIER (2508.08256), Adamas (2510.18413), Self-Indexing KVCache (2603.14224),
-PQCache (Zhang et al., 2024), HATA (Gong et al., 2025, trained). ParisKV (ICML 2026) argues that what is
-learned from a prompt drifts. SparQ (Ribar et al., 2024) has the pseudo token, with all of the weight. Ours is
-the union: graded bits in a basis of the prompt's queries and keys, scanned at every step without training,
-and a pseudo token for a share of the rest.
+Its parts are known. Basis: KQ-SVD (arXiv 2512.05916) has this optimum, ours is centred; LRQK factors prompt queries
+and keys at rank 32; Loki (Singhania et al., 2024) takes keys alone. Graded bits: SVDq (2502.15304), to compress. Scans
+of few bits: FIER (2508.08256), Adamas (2510.18413), Self-Indexing KVCache (2603.14224), PQCache (Zhang et al., 2024),
+HATA (Gong et al., 2025, trained). ParisKV (ICML 2026) argues that what is learned from a prompt drifts. SparQ (Ribar
+et al., 2024) has the pseudo token, with all of the weight. Ours is the union, without training.
 """
 
 import math
@@ -24,10 +21,10 @@ from typing import ClassVar
 import torch
 
 from sfi_core.policies.base import BatchContext, Companion, LayerContext, Notes, Policy
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan import KEPT, SLOTS, Choice, CodeBasis, bits_of, code_scan, code_tokens, encode_keys, words
-from sfi_kernels.numpy_views import fastest
+from sfi_kernels.compiled import fastest
 
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from
 RELEARN = KEPT  # tokens of a request until it is learned again
@@ -36,10 +33,8 @@ RELEARN = KEPT  # tokens of a request until it is learned again
 class CodeScan(Companion, Policy):
     """Every step selects anew by the codes of all keys."""
 
-    fills = True
+    fills = drafts = offloads = True
     prompt_only = True  # a lossless run keeps the prompt's basis too
-    drafts = True
-    offloads = True
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": QUERIES}  # every step selects
 
     def select_after(self, context: LayerContext) -> None:
@@ -91,8 +86,11 @@ class CodeScan(Companion, Policy):
             state, codes, again = context.states[place], context.codes[place], "learned" in note
             query_HWGD = context.query_BHGWD[place].transpose(1, 2)
             recent_HXGD = codes.recent_BHXGD[0]
-            if not again:
-                recent_HXGD.copy_(_ring(query_HWGD, state.length))
+            if not again:  # the prompt's last queries, by position modulo `KEPT`; zeros count for nothing
+                recent_HXGD.zero_()
+                W = query_HWGD.shape[1]
+                for at in range(max(0, W - KEPT), W):
+                    recent_HXGD[:, (state.length - W + at) % KEPT] = query_HWGD[:, at]
             key_HTD = context.keys(place, 0, state.length)[0]
             queries = recent_HXGD if again else query_HWGD
             first = state.sink(self.config.sink)
@@ -112,19 +110,10 @@ class CodeScan(Companion, Policy):
 def choosing_tokens(length: float, width: int) -> float:
     """Count what choosing among `length` tokens reads, in tokens, but for the pseudo token's value.
 
-    That is each token's words and the projections of query and new key; learning the basis again reads all keys. A
-    token of 16-bit keys and values is as many words as a head is wide.
+    That is each token's words (one of 16-bit keys and values is as many as a head is wide), the projections of query
+    and new key, and all keys where the basis is learned again.
     """
     return words(width) * (length / width + SLOTS) + length / 2 / RELEARN
-
-
-def _ring(query_HWGD: torch.Tensor, length: int) -> torch.Tensor:
-    # the last queries of a prompt of `length` tokens, by position modulo `KEPT`; zeros count for nothing
-    H, W, G, D = query_HWGD.shape
-    ring_HXGD = query_HWGD.new_zeros(H, KEPT, G, D)
-    for place in range(max(0, W - KEPT), W):
-        ring_HXGD[:, (length - W + place) % KEPT] = query_HWGD[:, place]
-    return ring_HXGD
 
 
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
@@ -141,13 +130,9 @@ def learn_basis(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
     """Find the basis that keeps most of the variance of q . k in the fewest channels.
 
     With the second moment of the queries L L^T and the covariance of the keys C, the channels are the leading
-    eigenvectors U of L^T C L: keys are projected by L U and queries by L^-T U, so that the products over all
-    channels add up to q . k. Quantization assumes normal keys in each channel. On a GPU the host does not
-    wait, as it would for PyTorch's eigenvectors.
-
-    Args:
-        key_HTD: Keys of a layer, without the sinks.
-        query_HND: Queries of each KV head's group. Both are after rotary position embedding.
+    eigenvectors U of L^T C L: keys are projected by L U and queries by L^-T U, so that the products over all channels
+    add up to q . k. Quantization assumes normal keys in each channel. The host does not wait, as it would for
+    PyTorch's eigenvectors. Keys, without the sinks, and queries of each KV head's group are after rotary embedding.
     """
     key_HTD = key_HTD[:, :: max(1, key_HTD.shape[1] // KEYS)].float()
     query_HND = query_HND.float()

@@ -13,21 +13,21 @@ from typing import ClassVar
 
 import torch
 
-from sfi_core.policies.base import Companion, LayerContext, Policy, Rule, Selection, stacked
+from sfi_core.policies.base import Companion, LayerContext, Policy, Selection, stacked
 from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 
 
 class FreeKV(Companion, Policy):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
-    fills = True
-    offloads = True
+    fills = offloads = True
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": 1}  # the prompt's last query selects first
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may become one of `dense_layers`."""
         if config.freekv.first_layer_dense and layers:
             dense = {*config.dense_layers, min(layers)}

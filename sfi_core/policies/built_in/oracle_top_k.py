@@ -10,8 +10,7 @@ from sfi_kernels.selector import attention_probability
 class OracleTopK(Policy):
     """An upper bound for K tokens per KV head; it reads every key, so it saves no time."""
 
-    fills = True
-    drafts = True
+    fills = drafts = True
     fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
 
     def select_before(self, context: LayerContext) -> Selection:

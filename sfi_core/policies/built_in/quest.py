@@ -10,49 +10,38 @@ ours from as many bytes: one outlier lifts a bound in every channel.
 
 from typing import ClassVar
 
+from sfi_core.policies import page_bounds as pages
 from sfi_core.policies.base import LayerContext, Notes, Policy, Selection, stacked
-from sfi_core.policies.page_bounds import (
-    best_pages,
-    bounds,
-    extremes,
-    extremes_bytes,
-    extremes_of,
-    forget,
-    likely_logits,
-    moments_of,
-)
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 
 # by `baseline.score`: what is kept of a page, and its score
-SCORES = {"bounds": (extremes_of, bounds), "deviation": (moments_of, likely_logits)}
+SCORES = {"bounds": (pages.extremes_of, pages.bounds), "deviation": (pages.moments_of, pages.likely_logits)}
 
 
 class Quest(Policy):
     """Every step selects anew by the element-wise extremes of each page's keys."""
 
-    fills = True
-    drafts = True
+    fills = drafts = offloads = True
     fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
-    offloads = True
 
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest scores."""
         page, chosen = self.config.baseline.page, []
         summary, score = SCORES[self.config.baseline.score]
         for place, state in enumerate(context.states):
-            score_HGP = score(context.query_BHGWD[place, :, :, -1], *extremes(context, place, page, summary))
+            score_HGP = score(context.query_BHGWD[place, :, :, -1], *pages.extremes(context, place, page, summary))
             allowed = state.sink(self.config.sink), state.recent_start
-            chosen.append(best_pages(score_HGP.amax(1), page, allowed, self.config.budget))
+            chosen.append(pages.best_pages(score_HGP.amax(1), page, allowed, self.config.budget))
         return Selection(stacked(chosen))
 
     def rewind(self, note: Notes, length: int) -> None:
         """Forget the pages that hold positions from `length` on."""
-        forget(note, length, self.config.baseline.page)
+        pages.forget(note, length, self.config.baseline.page)
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """See `Policy`."""
-        return extremes_bytes(layer, capacity, self.config.baseline.page)
+        return pages.extremes_bytes(layer, capacity, self.config.baseline.page)
 
     def selection_tokens(self, state: RequestState) -> float:
         """Two vectors a page, as large as a token's key and value."""

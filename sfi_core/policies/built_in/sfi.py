@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import torch
 
-from sfi_core.policies.base import Evidence, EvidencePolicy, Rule, Selection, Triggered
+from sfi_core.policies.base import Evidence, EvidencePolicy, Selection, Triggered
 from sfi_core.settings.config import SfiConfig
-from sfi_kernels.numpy_views import fastest
+from sfi_core.triggers.trigger import Trigger
+from sfi_kernels.compiled import fastest
 from sfi_kernels.selector import pool_by_page, selector
 from sfi_kernels.top_k import top_k
 
@@ -17,7 +18,7 @@ class SFI(EvidencePolicy, Triggered):
 
     fills = True
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
         super().__init__(config, trigger, layers)
         self._settings = dataclasses.asdict(self.config.selector)

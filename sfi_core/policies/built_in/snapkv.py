@@ -16,11 +16,8 @@ POOL = 5  # positions over which a score is averaged; the authors' kernel size
 class SnapKV(EvidencePolicy):
     """Select once, after the prompt; every later step is fast. A lossless run's verifications select anew."""
 
-    fills = True
-    evicts = True
-    drafts = True
+    fills = evicts = drafts = offloads = True
     fixed: ClassVar = {"recent_mode": "anchored"}  # where the prompt left it
-    offloads = True
 
     def select_after(self, context: Evidence) -> Selection:
         """Keep the positions with the most attention of the window, averaged over their neighbors."""

@@ -11,10 +11,6 @@ from sfi_core.policies.base import Policy
 class StreamingLLM(Policy):
     """Every step is fast and nothing is selected."""
 
-    fills = True
-    evicts = True
-    drafts = True
-    offloads = True
-
+    fills = evicts = drafts = offloads = True
     # a window of so many tokens, so that all methods read as many
     fixed: ClassVar = {"recent_mode": "sliding", "recent": lambda config: config.recent + config.budget}

@@ -11,24 +11,107 @@ Paper gap: sink and recent tokens are kept as in every policy here; the paper do
 were generated since the last anticipation are read.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from sfi_core.errors import ConfigError
-from sfi_core.policies.base import Companion, LayerContext, Policy, Rule, Selection
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.errors import ConfigError, InputError
+from sfi_core.machine.text import printable
+from sfi_core.policies.base import Companion, LayerContext, Policy, Selection
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
+from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.top_k import top_k
 
 EVEN = "even"  # `synckv.heads` without a file: each layer's heads in groups of `NEIGHBORS`
 NEIGHBORS = 4
 LAST = torch.iinfo(torch.int32).max
+SHOWN = 12  # characters of a digest in a message
+
+
+class LayerClusters(BaseModel):
+    """The cluster of each KV head of a layer, and the representative KV head of each cluster."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    cluster_of: tuple[int, ...]
+    representatives: tuple[int, ...]
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        count = len(self.representatives)
+        if set(self.cluster_of) != set(range(count)):
+            raise ValueError(f"cluster_of must use each number from 0 to {count - 1}, got {list(self.cluster_of)}")
+        for cluster, head in enumerate(self.representatives):
+            if not 0 <= head < len(self.cluster_of) or self.cluster_of[head] != cluster:
+                raise ValueError(
+                    f"representatives must be in their own clusters, got head {head} for cluster {cluster}"
+                )
+        return self
+
+
+class HeadClusters(BaseModel):
+    """The clusters of KV heads of each layer.
+
+    `digest` is the checkpoint's, or its commit on the hub, "" if unknown; `model` its name for messages; `made_from`
+    says how the similarity was measured, in plain values.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    format: Literal[1] = 1
+    model: str = ""
+    digest: str
+    layers: dict[Annotated[int, Field(ge=0)], LayerClusters] = Field(min_length=1)
+    made_from: dict[str, Any] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a head file; raises `InputError` if it cannot be read, is damaged or of another format."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise InputError(f"head file {path} cannot be read: {error.strerror}") from error
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the file"
+            rule = first["msg"].removeprefix("Value error, ")
+            raise InputError(f"head file {path} is damaged: {printable(where)}: {printable(rule)}") from error
+
+    def text(self) -> str:
+        """Return the file's text."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+    def leader_of(self, layer: int) -> tuple[int, ...]:
+        """Return the representative of each KV head of a layer; a representative's is itself."""
+        clusters = self.layers[layer]
+        return tuple(clusters.representatives[cluster] for cluster in clusters.cluster_of)
+
+    def check(self, heads_by_layer: Mapping[int, int], digest: str) -> None:
+        """Raise `ConfigError` for a model with another checkpoint, other layers, or other KV heads.
+
+        `heads_by_layer` are those of the full-attention layers; the running model's digest, "" if unknown,
+        must agree if both are known.
+        """
+        whose = f"head clusters of {self.model or 'a model without a name'}"
+        if self.digest and digest and self.digest != digest:
+            raise ConfigError(
+                f"{whose} must be of the checkpoint that runs, {digest[:SHOWN]}, "
+                f"got {self.digest[:SHOWN]}; make them with sfi tune heads"
+            )
+        if self.layers.keys() != heads_by_layer.keys():
+            raise ConfigError(
+                f"{whose} must be of the model's full-attention layers {sorted(heads_by_layer)}, "
+                f"got {sorted(self.layers)}"
+            )
+        for layer, heads in heads_by_layer.items():
+            count = len(self.layers[layer].cluster_of)
+            if count != heads:
+                raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {count}")
 
 
 class SyncKV(Companion, Policy):
@@ -37,11 +120,10 @@ class SyncKV(Companion, Policy):
     `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
     """
 
-    fills = True
-    offloads = True
+    fills = offloads = True
     fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
-    def __init__(self, config: SfiConfig, trigger: Rule, layers: Sequence[int] = ()) -> None:
+    def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; reads the file of head clusters.
 
         Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
@@ -77,9 +159,9 @@ class SyncKV(Companion, Policy):
         count = max(1, heads // NEIGHBORS)
         return tuple(-(-(head * count // heads) * heads // count) for head in range(heads))
 
-    def resident_heads(self, layer: int, heads: int) -> Sequence[int]:
-        """Keep the representatives' keys and values on the device (Sec. 4.2)."""
-        return self._representatives(layer, heads)
+    def resident(self, layer: int, heads: int) -> Sequence[int]:
+        """Keep the representatives' keys and values on the device too (Sec. 4.2)."""
+        return super().resident(layer, heads) or self._representatives(layer, heads)
 
     def select_after(self, context: LayerContext) -> Selection:
         """Select the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""

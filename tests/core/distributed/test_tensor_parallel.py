@@ -23,9 +23,9 @@ from sfi_core.errors import ConfigError, InputError, MemoryForecastError, RankLo
 from sfi_core.models.source import checkpoint_digest
 from sfi_core.sizes.memory import Forecast, check_fits
 from sfi_traces import ParquetObserver, Trace
+from sfi_traces.export import Query
 from sfi_traces.export.perfetto import perfetto_text
-from sfi_traces.export.rows import Query
-from sfi_traces.read.check import check
+from sfi_traces.model.check import check
 from sfi_traces.summary import summarize
 from tests import tensor_parallel
 from tests.tensor_parallel import CASES

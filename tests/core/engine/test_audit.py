@@ -1,5 +1,6 @@
 """The audit: dense attention in the shadow, the run as it was."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
+from sfi_core.engine.audit import compare_logits, divergence
 from sfi_core.errors import ConfigError
 from tests.architectures import padded, prompts, tiny
 from tests.core.conftest import tiny_qwen3
@@ -67,7 +69,6 @@ def test_an_audit_leaves_the_seed_alone():
 
 @pytest.mark.parametrize("label", ["gemma-2", "gpt-oss", "deepseek-v3", "gpt-2"])
 def test_sliding_windows_sinks_and_latents_are_as_they_were(label):
-    """What the shadow pass does to transformers' own sliding-window layers is taken back."""
     settings = {"model": tiny(label), "rows": prompts(40, 17)}
     observer = RecordingObserver()
     watched = complete(**settings, observers=[observer], audit=AUDIT)
@@ -250,3 +251,23 @@ def test_what_cannot_be_audited_is_refused(settings, message):
 def test_a_sliding_layer_cannot_be_audited():
     with pytest.raises(ConfigError, match=r"must be among \[1\], got \[0\]"):
         complete(model=tiny("gemma-2"), rows=prompts(9), audit=AuditConfig(layers=(0,)))
+
+
+def test_the_divergence_of_two_coins():
+    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.9, 0.1]).log()
+    by_hand = 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)
+    assert divergence(p, q) == pytest.approx(by_hand, rel=1e-6)
+    assert divergence(p, p) == 0
+    never = torch.tensor([1.0, 0.0]).log()
+    assert divergence(never, p) == pytest.approx(math.log(2))
+    assert divergence(p, never) == math.inf
+    assert divergence(p, q * math.nan).isnan()
+
+
+def test_no_divergence_is_negative():
+    dense_RV = 3 * torch.randn(256, 96)
+    ours_RV = dense_RV + 1e-6 * torch.randn(256, 96)
+    found = compare_logits(ours_RV, dense_RV)
+    assert found["kl_R"].min() == 0
+    assert found["kl_R"].max() < 1e-5
+    assert found["agrees_R"].all()

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate, load
-from sfi_core.engine.meter import Meter, steady_seconds
+from sfi_core.engine.ledger import Meter, steady_seconds
 from sfi_kernels import compiled
 from sfi_kernels.compiled import telling
-from sfi_kernels.sparse_attention import sparse_attention
+from sfi_kernels.decode_attention import sparse_attention
 from tests.architectures import prompts, tiny
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, positions
 
 pytest.importorskip("numba")
 from numba.core import event
@@ -44,7 +44,7 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
 def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any]:
     """Run compiled, then as on a machine without numba."""
     compiled = decode(*run, **options)
-    monkeypatch.setattr("sfi_kernels.numpy_views.why_not", lambda: "not installed")
+    monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not installed")
     return [compiled, decode(*run, **options)]
 
 
@@ -62,8 +62,7 @@ def assert_same(compiled: Any, plain: Any) -> None:
     assert seen.spans == also.spans
     assert len(seen.selections) == len(also.selections) > 0
     for mine, theirs in zip(seen.selections, also.selections, strict=True):
-        chosen, others = ([[j for j in head if j >= 0] for head in one.index_HK.tolist()] for one in (mine, theirs))
-        assert chosen == others
+        assert positions(mine.index_HK) == positions(theirs.index_HK)
     assert len(seen.audits) == len(also.audits) > 0
     for mine, theirs in zip(seen.audits, also.audits, strict=True):
         for name in ("retained_H", "output_error_H", "read_HK"):
@@ -129,8 +128,8 @@ assert "numba" not in sys.modules
 print(why_not() or "usable", end=" ")
 if not why_not():
     from sfi_kernels.loops.attention import attend
-    from sfi_kernels.linear import multiply_few
-    from sfi_kernels.matrix import row_of
+    from sfi_kernels.numba_ops import multiply_few
+    from sfi_kernels.tables import row_of
     with telling(lambda: print("compiling", end=" ")):
         weight = torch.arange(64.0).view(2, 32)
         row = multiply_few(row_of(0, weight.shape, weight), torch.eye(32)[1:2]).view(-1)
@@ -248,5 +247,4 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
     for mine, theirs in zip(shared[0].requests, alone[0].requests, strict=True):
         assert mine.token_ids == theirs.token_ids
     for mine, theirs in zip(shared[1].selections, alone[1].selections, strict=True):
-        chosen, others = ([[j for j in head if j >= 0] for head in one.index_HK.tolist()] for one in (mine, theirs))
-        assert chosen == others
+        assert positions(mine.index_HK) == positions(theirs.index_HK)

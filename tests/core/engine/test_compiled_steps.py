@@ -12,9 +12,9 @@ from sfi_core import AuditConfig, EngineOptions, SfiConfig, generate
 from sfi_core.engine import compiled_steps
 from sfi_core.hosts.transformers import replays
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.settings.parts import SyncKVConfig
+from sfi_core.settings.config import SyncKVConfig
 from tests.architectures import SMALL, prompts, tiny
-from tests.fakes import Listener
+from tests.fakes import Listener, positions
 
 pytest.importorskip("numba")
 
@@ -46,15 +46,11 @@ def assert_same(label: str, policy: str, **options: Any) -> Any:
         assert len(getattr(seen, name)) == len(getattr(also, name))
     for mine, theirs in zip(seen.selections, also.selections, strict=True):
         assert (mine.request, mine.step, mine.layer) == (theirs.request, theirs.step, theirs.layer)
-        assert positions(mine) == positions(theirs)
+        assert positions(mine.index_HK) == positions(theirs.index_HK)
         assert mine.diagnostics.keys() == theirs.diagnostics.keys()
         for key, value in mine.diagnostics.items():
             torch.testing.assert_close(value, theirs.diagnostics[key], rtol=1e-3, atol=1e-4, equal_nan=True)
     return ours, seen
-
-
-def positions(event: Any) -> list[list[int]]:
-    return [[place for place in head if place >= 0] for head in event.index_HK.tolist()]
 
 
 OF_THE_ENGINE = ["quest", "freekv", "synckv", "oracle-top-k", "random-k"]  # whose attention is between two calls
@@ -92,13 +88,12 @@ def test_sliding_windows_of_one_request(policy: str, options: dict[str, Any]):
 
 
 def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sfi_core.hosts.transformers.windows.SPARE", 3)
+    monkeypatch.setattr("sfi_core.hosts.transformers.own_layers.SPARE", 3)
     assert_same("gemma-2", "full-kv", rows=ROWS[:1])  # and soft caps
 
 
 @pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
 def test_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
-    """As many as there are cores; more would wait at a barrier for threads that the pool has not."""
     monkeypatch.setattr(replays.ModelPass, "threads", 500)
     monkeypatch.setattr(compiled_steps, "PART", 8)
     assert_same("llama", policy)

@@ -38,10 +38,9 @@ def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, i
                 continue
             found.clear()
             start = run.requests[0].length
-            run.begin([RequestPass.decode(slow=True, reason="limit", count=len(block))])
+            run.begin([RequestPass.decode("limit", len(block))])
             decoder.cache.see(start)
-            positions = start + torch.arange(len(block))[None]
-            decoder.planned_pass(torch.tensor([block]), positions)
+            decoder.drafting().planned_pass(run, block, range(start, start + len(block)))
             run.recorded = True
     return found[0][0], PROMPT + len(verified)
 

@@ -58,6 +58,5 @@ def test_a_soft_cap_is_the_kernels(forced):
 
 
 def test_a_device_without_a_fused_attention_takes_the_kernel():
-    """PyTorch's plain attention would hold the logits of every pair of tokens."""
     layer, query = piece(torch.bfloat16, (T, T, T))
     assert not attend.has_fused(query, *layer.new)

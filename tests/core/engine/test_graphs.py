@@ -13,19 +13,19 @@ import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
 from sfi_core.engine import loop
 from sfi_core.engine.attend import prepare
-from sfi_core.engine.graphs import lookahead, steps
+from sfi_core.engine.graphs import buffers, steps
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless import Drafts
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_kernels.pack import pack
 from tests.architectures import tiny
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
-from tests.fakes import Listener, RecordingObserver
+from tests.fakes import Listener, RecordingObserver, positions
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors; test_on_a_gpu.py has the real thing")
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57)), list(range(9, 50))]
@@ -75,10 +75,7 @@ def complete(monkeypatch, models, recorder):
 
 def told(observer: Listener) -> tuple[Any, ...]:
     """Return what the observer heard, without the padding of positions, diagnostics and times."""
-    chosen = {
-        (e.step, e.layer, e.request): [[p for p in head if p >= 0] for head in e.index_HK.tolist()]
-        for e in observer.selections
-    }
+    chosen = {(e.step, e.layer, e.request): positions(e.index_HK) for e in observer.selections}
     steps = [
         (e.step, e.request, e.position, e.token_id, e.reason, e.attended_tokens, e.context_tokens)
         for e in observer.steps
@@ -243,7 +240,7 @@ def test_without_a_delay_the_tokens_decide(complete):
 
 def test_a_step_that_turns_out_otherwise_is_done_again(complete, recorder, monkeypatch):
     """As if nobody had looked whether the tokens decide: what was launched as fast turns out to be slow."""
-    monkeypatch.setattr(lookahead, "tokens_decide", lambda _: False)
+    monkeypatch.setattr(buffers, "tokens_decide", lambda _: False)
     config = CONFIG.replace(trigger_token_ids=tuple(range(0, 96, 7)))
     options = {"config": config, "prompts": PROMPTS[1:], "max_new_tokens": 10}
     eager, graphed = complete(False, **options), complete(True, **options)
@@ -342,12 +339,6 @@ def test_what_cannot_be_replayed_is_refused_with_the_reason(complete, recorder, 
     assert recorder.tapes == 0
 
 
-def test_a_sliding_window_cannot_be_replayed(recorder):
-    engine = EngineOptions(backend="triton", graphs=True)
-    with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
-        sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
-
-
 def test_graphs_on_a_cpu_are_refused(models):
     options = {"max_new_tokens": 2, "stop_token_ids": ()}
     with pytest.raises(BackendError, match=r"^CUDA graphs need a CUDA device, got cpu; use --set engine.graphs=false$"):
@@ -356,16 +347,13 @@ def test_graphs_on_a_cpu_are_refused(models):
     assert not any(name.startswith("graph") for name in report.paths)
 
 
-def test_graphs_need_the_triton_backend(models, recorder):
+def test_windows_another_backend_and_another_loop_than_ours_cannot_replay(models, recorder):
+    engine, model = EngineOptions(backend="triton", graphs=True), models["qwen3"]
+    with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
+        sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
     with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
-        sfi_core.generate(models["qwen3"], None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
-
-
-def test_another_loop_than_ours_cannot_replay(models, recorder):
-    ids = torch.tensor(PROMPTS[2:3])
-    engine = EngineOptions(backend="triton", graphs=True)
-    with (
-        slow_fast(models["qwen3"], None, CONFIG, engine=engine),
-        pytest.raises(ConfigError, match=r"must be off in model.generate"),
-    ):
-        models["qwen3"].generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        sfi_core.generate(model, None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
+    said = pytest.raises(ConfigError, match=r"must be off in model.generate")
+    with slow_fast(model, None, CONFIG, engine=engine), said:
+        ids = torch.tensor(PROMPTS[2:3])
+        model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)

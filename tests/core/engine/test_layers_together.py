@@ -6,19 +6,16 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import EngineOptions, SfiConfig
+from sfi_core import EngineOptions
 from sfi_core.engine import maintenance, select
 from sfi_core.engine.maintenance import Maintenance
 from sfi_core.state.side_stream import SideStream
 from tests.core.conftest import tiny_qwen3
+from tests.core.engine.test_maintenance import CONFIG as OTHER
+from tests.core.engine.test_maintenance import LAYERS, PROMPTS
 from tests.fakes import Listener, RecordingObserver, use_references
 
-LAYERS = 6
-PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57))]
-CONFIG = SfiConfig(
-    slow_start=1, min_gap=0, span=2, sink=2, recent=8, budget=6, t_max=3, window_prefill=4,
-    trigger_token_ids=tuple(range(0, 96, 3)), dense_layers=(1,),
-)  # fmt: skip
+CONFIG = OTHER.replace(span=2)
 
 
 def chosen(seen: RecordingObserver) -> dict[tuple[int, int, int], tuple[Any, Any]]:

@@ -7,7 +7,7 @@ import torch
 
 from sfi_core.engine.lossless import DraftRule, best_length, matching, until_stop
 from sfi_core.hosts.transformers.cache import RaggedRow
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_core.state.request import RequestState
 
 STOP = 7

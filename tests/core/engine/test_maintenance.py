@@ -97,7 +97,6 @@ def test_policies_that_look_further_stay_in_order(references, complete, policy):
 
 @pytest.mark.parametrize("edge", ["wait", "join"])
 def test_a_missing_edge_shows(complete, in_order, edge):
-    """Or the schedules above would not find fault with code that waits nowhere."""
     side = Lazy()
     setattr(side, edge, lambda *_: None)
     with pytest.raises((AssertionError, ValueError)):  # wrong, or of shapes that do not fit

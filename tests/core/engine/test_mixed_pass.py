@@ -15,7 +15,7 @@ from tests.fakes import RecordingObserver
 
 H, G, D, PAGE, CAPACITY = 2, 2, 16, 16, 64
 CONFIG = SfiConfig(sink=2, recent=4, budget=6, window_prefill=4, span=0, trigger_token_ids=(1,))
-FAST_STEP, SLOW_STEP = (RequestPass.decode(slow=slow, reason="t_max") for slow in (False, True))
+FAST_STEP, SLOW_STEP = (RequestPass.decode(reason) for reason in ("", "t_max"))
 REST = RequestPass()
 
 

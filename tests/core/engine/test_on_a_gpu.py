@@ -64,7 +64,6 @@ def test_no_switch_changes_a_token(overlap: bool, graphs: bool, policy: str):
 
 
 def test_the_switches_change_nothing_however_often_it_is_run():
-    """A race may hide once."""
     expected = tokens(plain())
     for _ in range(20):
         assert tokens(complete(EngineOptions(overlap=True, graphs=False))) == expected
@@ -126,7 +125,6 @@ def test_two_tiers_change_no_token_however_often_they_are_run(policy: str):
 
 
 def test_pages_of_the_host_take_no_memory_of_the_device():
-    """As the allocator counts, not the store."""
     before = torch.cuda.memory_allocated()
     with sfi_core.slow_fast(model(), None, CONFIG, engine=EngineOptions(kv_device_budget="90%", kv_page=16)) as session:
         ids = torch.tensor([PROMPTS[0]], device="cuda")

@@ -101,7 +101,6 @@ class Knot:
 
 
 def test_garbage_is_collected_before_a_capture_and_not_within(captures):
-    """A graph that dies within a capture makes the capture fail."""
     gc.collect()
     Knot.freed = 0
     freed: list[int] = []
@@ -160,7 +159,6 @@ def test_the_collector_is_as_before_after_an_error(on):
 
 
 def test_a_capture_that_cuda_refuses_is_no_step_to_replay(captures):
-    """Such a run goes on eagerly, as one that waits for the device does."""
     passes: list[int] = []
 
     def work() -> None:

@@ -16,8 +16,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.measure.bench.bench import Bench
 from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, stream
 from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.runs import BenchRow, Prompts, variants
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.sizes.step import ByteModel
@@ -84,7 +84,6 @@ def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_selections_that_nobody_hears_make_no_events(complete, monkeypatch, graphs):
-    """And the run packs what it packs where somebody hears them."""
 
     def told(*observers: Any) -> list[Any]:
         requests = complete(graphs, *observers).requests
@@ -104,24 +103,26 @@ def test_spans_that_nobody_hears_keep_no_step_from_being_replayed(complete):
     assert complete(True, Deaf(), max_new_tokens=4).paths["graph.replay"] > 0
 
 
+def bench_row(model: Any, asked: DecodeSettings) -> BenchRow:
+    (point,), (variant,), (batch,) = asked.points(), variants(asked), asked.batches
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    bytes_ = ByteModel(weight_bytes=1000, batch=batch, row_bytes=8, heads=2, layers=1)
+    return BenchRow(model, variant, point, asked, prompts, bytes_)
+
+
 def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
-    """Its warm-up meets every kind of step once."""
     asked = DecodeSettings(
         policies=("sfi",), contexts=(40,), batches=(3,), baselines=(), steps=9, warm_up=4,
         slow_rate=Fraction(1, 3), engine=EngineOptions(backend="triton"),
         config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
-    (point,), (variant,) = asked.points(), asked.variants()
-    given, tapes = stream(asked, 3, 96), []
-    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
-    bytes_ = ByteModel(weight_bytes=1000, batch=3, row_bytes=8, heads=2, layers=1)
-    ran = BenchRow(model, variant, point, asked, prompts, given, bytes_)
+    ran, tapes = bench_row(model, asked), []
     ran.on_step = lambda _: tapes.append(recorder.tapes)
     sample = run_ours(ran)
     ran.samples = [sample, sample]
     assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
-    assert sample.paths["graph.replay"] == asked.total_steps
-    assert "graph.eager" not in sample.paths
+    assert sample.report.paths["graph.replay"] == asked.total_steps
+    assert "graph.eager" not in sample.report.paths
     (row,) = point_rows([ran], 1.0)
     assert row["paths"]["graph.replay"] == 2 * asked.total_steps
     assert row["not_replayed"] is None
@@ -131,15 +132,11 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
 
 
 def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
-    """Where graphs were expected: the row has the reason, and the document a note."""
     asked = DecodeSettings(
         policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
-    (point,), (variant,) = asked.points(), asked.variants()
-    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
-    bytes_ = ByteModel(weight_bytes=1000, batch=1, row_bytes=8, heads=2, layers=1)
-    ran = BenchRow(model, variant, point, asked, prompts, stream(asked, 1, 96), bytes_)
+    ran = bench_row(model, asked)
     ran.samples = [run_ours(ran)]
     (row,) = point_rows([ran], 1.0)
     reason = "CUDA graphs must be off with policy quest, which selects at fast steps"

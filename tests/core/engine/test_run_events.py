@@ -37,7 +37,6 @@ def test_a_run_says_what_runs(tiny_model):
 
 
 def test_a_lone_observer_of_a_loop_of_ones_own_is_told(tiny_model):
-    """It inherits from NullObserver, as most do, and nothing else asked for the layers' shapes."""
     observer = RecordingObserver()
     with slow_fast(tiny_model, None, CONFIG, observers=[observer]) as session, torch.no_grad():
         cache = session.cache()

@@ -9,7 +9,7 @@ import sfi_core
 from sfi_core import AuditConfig, EngineOptions, SfiConfig, read_prompt
 from sfi_core.errors import ConfigError
 from sfi_core.policies import POLICIES
-from sfi_core.settings.parts import SyncKVConfig
+from sfi_core.settings.config import SyncKVConfig
 from tests.architectures import tiny
 from tests.fakes import RecordingObserver
 
@@ -54,10 +54,8 @@ def test_the_observers_and_the_audit_see_the_same_run(tiny_model: Any, shared: A
     one, other = seen
     assert [event.token_id for event in one.steps] == [event.token_id for event in other.steps]
     assert len(one.audits) == len(other.audits)
-    for left, right in zip(one.audits, other.audits, strict=True):
-        assert torch.equal(left.index_HK, right.index_HK)
-    for left, right in zip(one.selections, other.selections, strict=True):
-        assert torch.equal(left.index_HK, right.index_HK)
+    pairs = zip([*one.audits, *one.selections], [*other.audits, *other.selections], strict=True)
+    assert all(torch.equal(left.index_HK, right.index_HK) for left, right in pairs)
 
 
 @pytest.mark.parametrize("label", ["gemma-2", "deepseek-v3", "gpt-oss", "lfm2", "gemma-3n"])

@@ -46,7 +46,6 @@ def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
 
 @pytest.mark.parametrize(("drafted", "queries"), [(0, 1), (1, 2), (3, 5), (4, 5), (5, 6)])
 def test_a_verification_is_as_long_as_the_next_power_of_two(buffers, drafted, queries):
-    """Beside its first token, and at most as long as any."""
     own = StepRequest(mode=SLOW, length=30, recent_start=20, packed=4, sink=2, count=1 + drafted)
     step, _ = buffers.describe(Requests([own, *requests(FAST, IDLE).requests], None))
     assert (step.queries, buffers.kind) == (queries, (queries, 1, False))

@@ -10,11 +10,11 @@ import torch
 import sfi_core
 from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.errors import BackendError
-from sfi_core.settings.parts import FreeKVConfig, SyncKVConfig
-from tests.architectures import BY_LABEL
+from sfi_core.settings.config import DraftConfig, FreeKVConfig, SyncKVConfig
+from tests.architectures import BY_LABEL, prompts, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.covering import case
-from tests.fakes import RecordingObserver, tokens, use_references
+from tests.fakes import RecordingObserver, positions, tokens, use_references
 
 VOCAB, NEW = 96, 4
 PROMPTS = [torch.randint(0, VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (70, 30, 7)]
@@ -23,6 +23,10 @@ CONFIG = SfiConfig(
     trigger_token_ids=tuple(range(2, 96, 5)), window_prefill=4, freekv=FreeKVConfig(page=8),
     synckv=SyncKVConfig(heads="even", stride=3),
 )  # fmt: skip
+DRAFTED = prompts(9, 70, 24)
+DRAFTING = SfiConfig(
+    sink=2, recent=6, budget=5, t_max=6, min_gap=0, span=0, window_prefill=8, trigger_token_ids=tuple(range(0, 300, 6))
+)
 # They select before every step, by bounds and by codes. `recorded` has `sfi`, test_triton_heads.py others.
 KINDS_OF_POLICY = ("quest", "codescan")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -52,7 +56,7 @@ def recorded(backend: str) -> tuple[Any, RecordingObserver]:
 @pytest.mark.parametrize(("policy", "more"), [*((one, {}) for one in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])
 def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps, or wait; the prompt comes in pieces."""
-    monkeypatch.setattr("sfi_kernels.numpy_views.why_not", lambda: "not asked for")
+    monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not asked for")
     options = {"policy": policy, "prefill_chunk": 40, **more}
     prompts = PROMPTS[::2]
     torch_run, triton_run = (complete(name, prompts, **options) for name in ("torch", "triton"))
@@ -78,14 +82,12 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any,
     ids=str,
 )
 def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """Each kernel has tests of its own with all settings; here the references stand in for them."""
     use_references(monkeypatch)  # which read numbers on the host: no graphs
     options = {"prompts": PROMPTS[1:], "config": CONFIG.replace(**change), "graphs": False}
     assert tokens(complete("triton", **options)) == tokens(complete("torch", **options))
 
 
 def test_with_room_for_everything_it_is_full_attention(monkeypatch: pytest.MonkeyPatch):
-    """A budget of all positions selects every one of them."""
     use_references(monkeypatch)
     config, prompts = CONFIG.replace(budget=200), PROMPTS[1:2]
     full = complete("torch", prompts, policy="full-kv")
@@ -148,15 +150,9 @@ def test_the_report_counts_launches():
 
 
 def test_slow_and_fast_requests_share_each_launch():
-    """One attention launch a layer and step, as counted above, however the batch mixes."""
     spans = recorded("triton")[1].spans
     assert ("attention.mixed", 0) in spans
     assert ("attention.mixed", 1) in spans
-
-
-def positions(index_HK: torch.Tensor) -> list[list[int]]:
-    """Return each head's; a batch pads them to its longest request's number."""
-    return [[position for position in head if position >= 0] for head in index_HK.tolist()]
 
 
 def test_tokens_and_selections_are_those_of_the_references_with_their_diagnostics():
@@ -195,3 +191,29 @@ def test_bfloat16_in_the_interpreter_is_refused():
 def test_a_page_that_holds_no_whole_tiles_is_refused():
     with pytest.raises(BackendError, match=r"page size must be a multiple of 16 .*, got 24"):
         complete("triton", PROMPTS[2:], page_size=24)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(
+    ("rows", "policy"),
+    [(DRAFTED, "sfi"), (DRAFTED[1:2], "sfi"), (DRAFTED, "codescan"), (DRAFTED, "snapkv")],
+    ids=["ragged", "alone", "codescan", "snapkv"],
+)
+def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str, monkeypatch):
+    if DEVICE == "cpu":
+        use_references(monkeypatch)
+    # more drafts than recent tokens: taken back values were in the sums of codescan
+    recent = {"recent": 3} if policy == "codescan" else {}
+    config = DRAFTING.replace(draft=DraftConfig(max_tokens=5, adaptive=False), **recent)
+    drafter = tiny("qwen3").to(DEVICE)
+    runs = [
+        sfi_core.generate(
+            drafter, None, rows, config, policy=policy, stop_token_ids=(), max_new_tokens=14,
+            engine=EngineOptions(backend=backend, lossless=True),
+        ).report.requests
+        for backend in ("torch", "triton")
+    ]  # fmt: skip
+    torch_requests, triton_requests = runs
+    for name in ("token_ids", "lossless"):
+        assert [getattr(ours, name) for ours in triton_requests] == [getattr(theirs, name) for theirs in torch_requests]
+    assert max(request.lossless.tested for request in triton_requests) > 0

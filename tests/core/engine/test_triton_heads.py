@@ -6,9 +6,9 @@ import pytest
 
 import sfi_core
 from sfi_core.settings.engine import EngineOptions
-from tests.core.engine.test_triton_backend import CONFIG, DEVICE, PROMPTS, positions
+from tests.core.engine.test_triton_backend import CONFIG, DEVICE, PROMPTS
 from tests.covering import case
-from tests.fakes import RecordingObserver
+from tests.fakes import RecordingObserver, positions
 from tests.watched import four_heads
 
 NEW = {"freekv": 5}  # which selects at every step, twice: the interpreter is slow

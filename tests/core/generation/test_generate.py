@@ -84,11 +84,6 @@ def test_stop_token_may_be_a_number_or_a_tensor(model, expected, stop, form):
     assert tokens(run(model, stop_token_ids=form(stop))) == [until(row, stop) for row in expected]
 
 
-def test_stop_tokens_of_the_model_are_the_default(model, expected, stop, monkeypatch):
-    monkeypatch.setattr(model.generation_config, "eos_token_id", [stop])
-    assert tokens(run(model)) == [until(row, stop) for row in expected]
-
-
 @pytest.mark.parametrize("lossless", [False, True])
 @pytest.mark.parametrize(("pad", "stops"), [(300, []), (-1, []), (None, [5000])])
 def test_padding_token_that_the_model_lacks_does_no_harm(model, expected, stop, monkeypatch, pad, stops, lossless):
@@ -99,8 +94,9 @@ def test_padding_token_that_the_model_lacks_does_no_harm(model, expected, stop, 
     assert tokens(run(model, engine=EngineOptions(lossless=lossless))) == [until(row, stop) for row in expected]
 
 
-def test_empty_stop_token_ids_turn_the_models_off(model, expected, stop, monkeypatch):
+def test_stop_tokens_of_the_model_are_the_default_and_empty_ones_turn_them_off(model, expected, stop, monkeypatch):
     monkeypatch.setattr(model.generation_config, "eos_token_id", stop)
+    assert tokens(run(model)) == [until(row, stop) for row in expected]
     assert tokens(run(model, stop_token_ids=())) == expected
 
 
@@ -265,19 +261,15 @@ def test_prompt_that_is_neither_text_nor_token_ids_is_refused(model, prompts, me
     assert str(refusal.value) == message
 
 
-def test_longest_prompt_that_fits_runs(model):
-    [request] = run(model, [[5] * 500]).report.requests
-    assert (request.prompt_tokens, len(request.token_ids)) == (500, STEPS)
-
-
 def test_text_prompt_without_a_tokenizer_is_refused(model):
     with pytest.raises(ConfigError, match="text prompts need a tokenizer, got none"):
         run(model, ["Hello."])
 
 
-def test_one_token_prompt_runs_alone_and_beside_a_long_one(model):
-    alone, beside = run(model, [[7]]), run(model, [ROWS[0], [7]])
+def test_one_token_prompt_runs_alone_and_beside_the_longest_that_fits(model):
+    alone, beside = run(model, [[7]]), run(model, [[5] * 500, [7]])
     assert alone.report.requests[0] == beside.report.requests[1]
+    assert len(beside.report.requests[0].token_ids) == STEPS
 
 
 def test_progress_of_the_prompt_comes_piece_by_piece(model):

@@ -73,7 +73,7 @@ def test_what_kept_steps_selected_is_told_at_their_own_steps(policy):
 
 def test_a_basis_of_the_prompt_asks_verifications_for_no_evidence(monkeypatch):
     asked, attend = [], Layer.dense_with_logits
-    monkeypatch.setattr("sfi_kernels.numpy_views.why_not", lambda: "not installed")  # compiled steps have no such call
+    monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not installed")  # compiled steps have no such call
     monkeypatch.setattr(Layer, "dense_with_logits", lambda *args, **more: asked.append(1) or attend(*args, **more))
     run("qwen3", ROWS, policy="codescan", draft="4")
     assert not asked

@@ -301,7 +301,7 @@ def test_broken_logits_name_the_request_and_its_own_step(passes, place):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ([3, 3], "max_new_tokens must be one number or 7, one a prompt, got 2"),
+        ([3, 3], "max_new_tokens must be one for all or 7, one a prompt, got 2"),
         ([3, 3, 3, 0, 3, 3, 3], "max_new_tokens must be positive, got 0"),
     ],
 )

@@ -11,7 +11,6 @@ import torch
 
 import sfi_core
 from sfi_core import slow_fast
-from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from tests.architectures import SMALL, prompts, tiny
 
@@ -127,15 +126,6 @@ def test_a_plain_pass_while_a_model_is_under_sfi_has_its_own_attention(label):
         plain = model(input_ids=ids).logits
         with slow_fast(model, None, SMALL):
             torch.testing.assert_close(model(input_ids=ids).logits, plain, atol=0, rtol=0)
-
-
-def test_a_second_slow_fast_in_the_same_thread_is_refused():
-    model = tiny("qwen3")
-    with slow_fast(model, None, SMALL):
-        with pytest.raises(ConfigError, match="must not be nested on one model"), slow_fast(model, None, SMALL):
-            pass
-        with pytest.raises(ConfigError, match="must not be nested on one model"):
-            decode(model, ROWS[0])
 
 
 def test_a_long_wait_for_another_thread_is_said(monkeypatch, caplog):

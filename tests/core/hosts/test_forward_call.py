@@ -4,40 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList
 
 from sfi_core import EngineOptions, slow_fast
+from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.hosts.transformers.generate_call import left_pad
 from tests.architectures import SMALL, prompts, tiny
+from tests.core.hosts.test_session import StopAfter
 
 pytest.importorskip("numba")
 IDS, MASK = left_pad(prompts(60, 21), torch.device("cpu"))
 EAGER = EngineOptions(graphs=False)
-
-
-class EndsAt(StoppingCriteria):
-    """Ends all rows at a length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        del scores
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
-
-
-class Heard:
-    """A streamer that keeps what it hears."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.tokens.append(-1)
 
 
 def answers(label: str, engine: EngineOptions | None, calls: list[dict[str, Any]], **options: Any) -> tuple[Any, Any]:
@@ -56,7 +32,7 @@ def test_generate_gives_an_eager_step_s_tokens(label: str, policy: str):
     plain = tiny(label).generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=24, do_sample=False)
     calls: list[dict[str, Any]] = [
         {}, {"do_sample": True}, {"eos_token_id": int(plain[0, IDS.shape[1] + 4])},  # a row that ends first
-        {"stopping_criteria": StoppingCriteriaList([EndsAt(IDS.shape[1] + 7)])}, {"repetition_penalty": 1.3},
+        {"stopping_criteria": [StopAfter(IDS.shape[1] + 7)]}, {"repetition_penalty": 1.3},
     ]  # fmt: skip
     (mine, report), (theirs, eager) = (answers(label, engine, calls, policy=policy) for engine in (None, EAGER))
     assert report.paths["step.compiled"]
@@ -67,14 +43,6 @@ def test_generate_gives_an_eager_step_s_tokens(label: str, policy: str):
         assert ours.cache_read_ratio == other.cache_read_ratio
     if policy == "full-kv":
         assert torch.equal(mine[0], plain)
-
-
-def test_a_streamer_hears_the_same():
-    heard = [Heard(), Heard()]
-    for streamer, engine in zip(heard, (None, EAGER), strict=True):
-        answers("llama", engine, [{"input_ids": IDS[:1], "attention_mask": MASK[:1], "streamer": streamer}])
-    assert heard[0].tokens == heard[1].tokens
-    assert heard[0].tokens[-1] == -1
 
 
 @pytest.mark.parametrize("label", ["llama", "gemma-3"])  # full attention; windows in buffers of compiled steps

@@ -13,8 +13,8 @@ import sfi_core
 from sfi_core import EngineOptions, slow_fast
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.hosts.transformers.fusion.fuse import forward_for, fused, wants_fusion
-from sfi_core.hosts.transformers.fusion.known import digest, rotates_halves
+from sfi_core.hosts.transformers.fusion import forward_for, fused, wants_fusion
+from sfi_core.hosts.transformers.known import digest, rotates_halves
 from sfi_core.models import linear
 from sfi_kernels.launch import name_of
 from tests.architectures import WORKS

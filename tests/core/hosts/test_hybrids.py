@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from sfi_core import AuditConfig, EngineOptions, generate, slow_fast
-from sfi_core.errors import ConfigError, UnsupportedModelError
+from sfi_core.errors import UnsupportedModelError
 from sfi_core.generation.synthetic import SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.own_layers import states
@@ -124,11 +124,6 @@ def test_random_prompts_stand_in_for_states_too():
             decoder.run.record([1, 1])
             assert decoder.step([5, 6]).isfinite().all()
         prompt = SyntheticPrompt([80, 33], 90)
-
-
-def test_modes_that_move_states_are_refused():
-    with slow_fast(tiny("qwen3.5"), None, SMALL), pytest.raises(ConfigError, match="beam search does not run"):
-        tiny("qwen3.5").generate(**padded(ROWS), max_new_tokens=3, num_beams=2)
 
 
 def test_an_image_that_is_seen_as_a_whole_is_refused_and_a_text_is_not():

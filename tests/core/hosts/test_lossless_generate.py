@@ -13,7 +13,7 @@ import sfi_core
 from sfi_core import Sampling, Session, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from tests import architectures
 from tests.architectures import VOCABULARY, padded, prompts, tiny
 from tests.core.hosts.test_session import Numbers
@@ -163,38 +163,29 @@ class Streamer:
 
 
 REFUSED = {
-    "output_scores": ({"output_scores": True, "return_dict_in_generate": True},
-        "reading scores does not run in a lossless run, got output_scores"),
-    "output_logits": ({"output_logits": True},
-        "reading logits does not run in a lossless run, got output_logits"),
-    "stop_strings": ({"stop_strings": ["x"]},
-        "stop_strings does not run in a lossless run, got stop_strings"),
-    "token_healing": ({"token_healing": True},
-        "token healing does not run in a lossless run, got token_healing"),
-    "max_time": ({"max_time": 9.0}, "max_time does not run in a lossless run, got max_time"),
-    "stopping_criteria": ({"stopping_criteria": [Stop()]},
-        "a stopping criterion of one's own does not run in a lossless run, got stopping_criteria"),
-    "remove_invalid_values": ({"remove_invalid_values": True},
-        "replacing broken logits does not run in a lossless run, got remove_invalid_values"),
-    CACHE_NAME: ({CACHE_NAME: DynamicCache()},
-        f"{CACHE_NAME} must be an sfi cache, got DynamicCache; {LEAVE}"),
-    "streamer": ({"streamer": Streamer()},
-        "prompts must be one with a streamer in a lossless run, got 3"),
-    "num_beams": ({"num_beams": 2}, "beam search does not run under sfi, got num_beams=2"),
-    "custom_generate": ({"custom_generate": "user/repo"},
-        "a custom generate does not run under sfi, got custom_generate='user/repo'"),
+    "output_scores": (True, "output_scores must be left out in a lossless run, got True"),
+    "output_logits": (True, "output_logits must be left out in a lossless run, got True"),
+    "stop_strings": (["x"], "stop_strings must be left out in a lossless run, got list"),
+    "token_healing": (True, "token_healing must be left out in a lossless run, got True"),
+    "max_time": (9.0, "max_time must be left out in a lossless run, got 9.0"),
+    "stopping_criteria": ([Stop()], "stopping_criteria must be left out in a lossless run, got list"),
+    "remove_invalid_values": (True, "remove_invalid_values must be left out in a lossless run, got True"),
+    CACHE_NAME: (DynamicCache(), f"{CACHE_NAME} must be an sfi cache, got DynamicCache; {LEAVE}"),
+    "streamer": (Streamer(), "prompts must be one with a streamer in a lossless run, got 3"),
+    "num_beams": (2, "num_beams must be left out under sfi, got 2"),
+    "custom_generate": ("user/repo", "custom_generate must be left out under sfi, got 'user/repo'"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(options: dict[str, Any], message: str):
-    model = tiny("qwen3")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_lossless_run_cannot_do_is_refused_in_one_line(name: str):
+    model, (value, message) = tiny("qwen3"), REFUSED[name]
     with slow_fast(model, None, SMALL, engine=LOSSLESS), pytest.raises(ConfigError) as caught:
-        complete(model, **options)
+        complete(model, **{name: value})
     assert str(caught.value) == message
 
 
-def test_padding_on_the_right_is_refused():
+def test_padding_on_the_right_and_a_cache_of_one_s_own_are_refused():
     model, batch = tiny("qwen3"), padded(ROWS)
     with slow_fast(model, None, SMALL, engine=LOSSLESS):
         ids, mask = batch["input_ids"], batch["attention_mask"]

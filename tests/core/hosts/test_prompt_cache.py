@@ -15,7 +15,7 @@ from sfi_core.generation import generate as generation
 from sfi_core.hosts.transformers import known_prompt
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.policies import POLICIES
-from sfi_core.settings.parts import SyncKVConfig
+from sfi_core.settings.config import SyncKVConfig
 from tests.architectures import SMALL, WORKS, padded, prompts, tiny
 from tests.fakes import RecordingObserver
 

@@ -7,8 +7,8 @@ import torch
 
 from sfi_core.settings.config import SfiConfig
 from sfi_traces import ParquetObserver
+from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
-from sfi_traces.read.check import check
 from sfi_traces.summary import summarize
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_host.md"

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from sfi_core.measure.kernel_bench import timing
 from sfi_core.measure.kernel_bench.cases import groups
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.result import KernelVariant
+from sfi_core.measure.kernel_bench.gates import KernelVariant
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.core.conftest import TINY
 

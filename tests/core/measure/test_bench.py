@@ -2,6 +2,7 @@
 
 import statistics
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,23 @@ from sfi_core.measure.bench import bench
 from sfi_core.measure.bench import ours as our_runs
 from sfi_core.measure.bench import theirs as their_runs
 from sfi_core.measure.bench.bench import run_bench
-from sfi_core.measure.bench.ours import run_ours
-from sfi_core.measure.bench.prompts import BenchRow, Prompts, slow_steps, stream
+from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.samples import DecodeSample, StepRead
-from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, DecodeVariant, Point
+from sfi_core.measure.bench.runs import (
+    BenchRow,
+    DecodeSample,
+    DecodeVariant,
+    Prompts,
+    Read,
+    kind_of,
+    slow_steps,
+    variants,
+)
+from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.sizes.step import ByteModel
+from sfi_core.state.request import RequestState
+from tests.architectures import tiny
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
 
@@ -38,13 +49,14 @@ def byte_model(**changes):
     return ByteModel(**{"weight_bytes": 1000, "batch": 2, "row_bytes": 8, "heads": 2, "layers": 1} | changes)
 
 
-def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: None):
+def row_of(model, variant, asked, batch=2):
     point = Point(asked.contexts[0], batch, asked.ragged)
-    vocabulary = model.config.vocab_size
-    prompts = Prompts.of(asked, point, vocabulary, model.device)
-    tokens = stream(asked, batch, vocabulary)
-    variant = DecodeVariant(policy, policy, engine or EngineOptions())
-    return run_ours(BenchRow(model, variant, point, asked, prompts, tokens, byte_model(), on_step=on_step))
+    prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
+    return BenchRow(model, variant, point, asked, prompts, byte_model())
+
+
+def ours(model, asked, *, policy="sfi", batch=2):
+    return run_ours(row_of(model, DecodeVariant(policy, policy), asked, batch))
 
 
 # which steps are slow
@@ -62,17 +74,17 @@ def ours(model, asked, *, policy="sfi", engine=None, batch=2, on_step=lambda _: 
     ],
 )
 def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
-    assert slow_steps(rate, row, batch, 0, 15) == expected
+    assert slow_steps(rate, row, batch, 15) == expected
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay):
     asked = settings(steps=20, config=SMALL.replace(trigger_delay=delay, t_max=2, min_gap=9))
     sample = ours(tiny_model, asked)
-    slow = [[t for t, read in enumerate(sample.measured) if read.slow_B[row]] for row in (0, 1)]
+    slow = [[t for t, read in enumerate(sample.measured) if read[row].slow] for row in (0, 1)]
     assert slow == [[0, 5, 10, 15], [2, 7, 12, 17]]
     assert sample.slow_rate == 0.2
-    warm = [read.kind for read in sample.reads[:4]]
+    warm = [kind_of(read) for read in sample.reads[:4]]
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
 
 
@@ -82,20 +94,17 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
 def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     asked = settings(contexts=(101,), ragged=True, steps=5)
     sample = ours(tiny_model, asked, batch=3)
-    assert [read.length_B for read in sample.reads[:2]] == [(102, 77, 51), (103, 78, 52)]
-    prompts = Prompts.of(asked, Point(101, 3, ragged=True), 96, tiny_model.device)
-    point, tokens = Point(101, 3, ragged=True), stream(asked, 3, 96)
-    theirs = run_theirs(BenchRow(tiny_model, DecodeVariant(BASELINES[0]), point, asked, prompts, tokens, byte_model()))
-    assert [read.length_B for read in theirs.reads] == [read.length_B for read in sample.reads]
+    lengths = [[read.length for read in reads] for reads in sample.reads]
+    assert lengths[:2] == [[102, 77, 51], [103, 78, 52]]
+    theirs = run_theirs(row_of(tiny_model, DecodeVariant(BASELINES[0]), asked, batch=3))
+    assert [[read.length for read in reads] for reads in theirs.reads] == lengths
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monkeypatch):
     """Its caches are filled with what ours holds, so that full attention gives the same tokens."""
-    asked = settings(contexts=(1500,), steps=6)
-    point = Point(1500, 2)
-    prompts = Prompts.of(asked, point, 96, tiny_model.device)
+    row = row_of(tiny_model, DecodeVariant(name), settings(contexts=(1500,), steps=6))
     seen = {}
     update = tiny_model.generate
 
@@ -104,11 +113,11 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
         return update(ids, **options)
 
     monkeypatch.setattr(tiny_model, "generate", generate)
-    theirs, ours = DecodeVariant(name), DecodeVariant("full-kv", "full-kv")
-    run_theirs(BenchRow(tiny_model, theirs, point, asked, prompts, stream(asked, 2, 96), byte_model()))
+    run_theirs(row)
     monkeypatch.undo()
-    run_ours(BenchRow(tiny_model, ours, point, asked, prompts, stream(asked, 2, 96), byte_model()))
-    pages = prompts.made_up.store.layers
+    row.variant = DecodeVariant("full-kv", "full-kv")
+    run_ours(row)
+    pages = row.prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
         torch.testing.assert_close(held.keys[:, :, :1499], pages[layer].key_PHND[:, :, :1499])
         torch.testing.assert_close(held.values[:, :, :1499], pages[layer].value_PHNE[:, :, :1499])
@@ -119,9 +128,7 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     assert ours(tiny_model, asked, policy="full-kv").steps == 3
     triggered = ours(tiny_model, asked)
     assert (triggered.steps, triggered.slow_rate) == (5, 0.2)
-    prompts = Prompts.of(asked, Point(128, 2), 96, tiny_model.device)
-    variant, tokens = DecodeVariant(BASELINES[0]), stream(asked, 2, 96)
-    theirs = run_theirs(BenchRow(tiny_model, variant, Point(128, 2), asked, prompts, tokens, byte_model()))
+    theirs = run_theirs(row_of(tiny_model, DecodeVariant(BASELINES[0]), asked))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
 
@@ -150,7 +157,7 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
 
 def sample(at, kinds, *, warm_up=1, batch=2):
     slow = {"fast": (False, False), "mixed": (True, False), "slow": (True, True)}
-    reads = [StepRead(slow[kind], (100, 60), (40, 30), (20, 20)) for kind in ["fast", *kinds]]
+    reads = [[Read(slow[kind][0], 100, 40, 20), Read(slow[kind][1], 60, 30, 20)] for kind in ["fast", *kinds]]
     return DecodeSample(batch, warm_up, at=at, reads=reads)
 
 
@@ -169,8 +176,7 @@ def test_rows_can_be_recomputed_by_hand():
         DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
     }
     made = [
-        BenchRow(None, variant, point, None, None, None, byte_model(), samples=samples)
-        for variant, samples in runs.items()
+        BenchRow(None, variant, point, None, None, byte_model(), samples=samples) for variant, samples in runs.items()
     ]
     rows = {row["policy"]: row for row in point_rows(made, copy_gb_per_s=1e-6)}
     row = rows["sfi"]
@@ -199,7 +205,7 @@ def test_rows_can_be_recomputed_by_hand():
 
 
 def test_a_slow_request_that_selects_nothing_reads_what_dense_attention_reads():
-    read = StepRead((True,), (100,), (40,), (20,))
+    read = [Read(True, 100, 40, 20)]
     model = byte_model(batch=1)
     assert step_bytes(model, read, selects=False) == model.dense(100)
     assert step_bytes(model, read, selects=True) == model.slow(100, 20)
@@ -219,8 +225,8 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     model = ByteModel.of({**result.about, "weight_bytes": weights}, batch=2)
     mean = statistics.fmean(step_bytes(model, read, selects=True) for read in reads)
     assert rows["sfi"]["bytes_per_step"] == round(mean)
-    assert {read.packed_B for read in reads} == {(34, 34)}
-    assert reads[0].read_B[0] == 34 + 16
+    assert {read.packed for step in reads for read in step} == {34}
+    assert reads[0][0].fast_tokens == 34 + 16
 
 
 # what does not fit, and what is refused
@@ -255,8 +261,80 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
         ({"contexts": (0,)}, "contexts must be positive"),
         ({"contexts": (1,)}, "contexts must be at least 2"),
         ({"batches": ()}, "batches must be positive"),
+        ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
+        ({"acceptance": 1.0, "policies": ("full-kv", "freekv")}, "policy full-kv cannot draft for a lossless run"),
     ],
 )
 def test_bad_settings_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
-        settings(**changes)
+        bench.check_run(settings(**changes), torch.device("cpu"))
+
+
+# lossless runs
+
+
+lossless = partial(settings, steps=20, repeats=1, baselines=(), acceptance=1.0)
+
+
+def lossless_sample(model, asked, batch=1):
+    (variant,) = (way for way in variants(asked) if way.engine.lossless)
+    return run_ours(row_of(model, variant, asked, batch))
+
+
+def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
+    keeps, state = StatedAcceptance(0.8, seed=3), RequestState(request=1)
+    alone = []
+    for index in range(2000):
+        state.step = index + 1  # of the token after a draft of one
+        alone.append(keeps(state, [7], [7, 7]))
+    assert statistics.fmean(alone) == pytest.approx(0.8, abs=4 * (0.16 / 2000) ** 0.5)
+    for first in (0, 17, 400):
+        state.step = first + 12
+        expected = next(place for place in range(13) if place == 12 or not alone[first + place])
+        assert keeps(state, range(12), range(13)) == expected
+    assert StatedAcceptance(1.0, 0)(state, range(12), ()) == 12
+    assert StatedAcceptance(0.0, 0)(state, range(12), ()) == 0
+
+
+@pytest.mark.parametrize("acceptance", [1.0, 0.0])
+def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, acceptance):
+    """All kept: a pass a token. None kept: each drafted token is a pass too many."""
+    asked = lossless(acceptance=acceptance)
+    sample = lossless_sample(tiny_model, asked)
+    found = sample.drafting
+    assert sample.tokens >= asked.steps
+    assert (found["accepted"] > 0) is (acceptance == 1.0)
+    assert found["accepted"] + found["verifications"] == sample.tokens
+    assert (sample.steps == sample.tokens) is (acceptance == 1.0)
+    # the given tokens decide: at a rate of 1/5 a draft has four tokens at most
+    slow = [read[0].slow for read in sample.measured]
+    longest = max(len(run) for run in "".join("v" if one else "d" for one in slow).split("v"))
+    assert longest <= 4
+    assert slow[-1]
+
+
+def test_rows_count_tokens_and_not_passes():
+    """Two requests; the measured passes give 0, 3 and 5 tokens."""
+    slow = ((True, True), (False, False), (True, False), (True, True))
+    reads = [[Read(first, 100, 40, 20), Read(second, 60, 30, 20)] for first, second in slow]
+    sample = DecodeSample(
+        2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads,
+        drafting={"verifications": 3, "accepted": 5},
+    )  # fmt: skip
+    variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
+    made = BenchRow(None, variant, Point(100, 2), None, None, byte_model(), samples=[sample])
+    (row,) = point_rows([made], 1.0)
+    assert row["decode_tokens_per_second"] == 8 / 5
+    assert row["all_decode_tokens_per_second"] == 12 / 6
+    assert (row["steps"], row["tokens_measured"]) == (3, 8)
+    assert row["passes_per_token"] == 6 / 8
+    assert row["accepted_per_verification"] == 5 / 3
+    fast = [500 + 8 * 40, 500 + 8 * 30]
+    dense = [500 + 8 * n + 16 * 2 * n + 2 * 8 * 20 for n in (100, 60)]
+    assert row["bytes_per_step"] == round((sum(fast) + dense[0] + fast[1] + sum(dense)) / 4)
+
+
+def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(our_runs, "run_ours", None)
+    with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with sliding"):
+        run_bench(tiny("gemma-2"), lossless())

@@ -29,8 +29,7 @@ FLOOR = 150  # specializations, so that a loop that ends early does not pass
 COMPILE = """
 import json, sys
 from sfi_kernels.launch import name_of
-from sfi_kernels.offline import compile_launch
-from sfi_kernels.specializations import specializations
+from sfi_kernels.offline import compile_launch, specializations
 
 WIDEST = "fp32, D=256, G=2, soft cap"
 TIGHT = {("split_attention", WIDEST + ", heads, mixed"), ("dense_attention", WIDEST), ("code_scan_sums", WIDEST)}

@@ -1,11 +1,10 @@
-"""Teacher forcing, and how far a policy's predictions are from full attention's."""
+"""Teacher forcing, how far a policy's predictions are from full attention's, and the grid of text windows."""
 
 import copy
 import math
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
 from sfi_core import SfiConfig, read_prompt
 from sfi_core.engine.report import RequestReport
@@ -13,14 +12,16 @@ from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation.fidelity import (
     Fidelity,
     Window,
+    WindowRows,
     fidelity,
+    from_rows,
     ids_and_prefix,
     reference,
-    sentence_positions,
+    window_cells,
     windows,
 )
+from sfi_core.measure.evaluation.grid import Method, at_sizes, key_of
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
-from sfi_core.models.load import BUNDLED
 
 PROMPT, NEW = 40, 25
 DOT = 5  # ends a sentence
@@ -125,14 +126,6 @@ def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, f
     assert found.window == [11] * NEW
 
 
-def test_positions_count_from_the_step_that_reads_a_boundary(window):
-    """Eq. 5 makes that step slow: its input token ended a sentence."""
-    positions = sentence_positions(window, {DOT})
-    first = PROMPT - 1 - 30  # since the prompt's last boundary
-    assert positions == [*range(first, first + 5), *range(9), *range(11)]
-    assert sentence_positions(window, ()) == list(range(PROMPT - 1, PROMPT + NEW - 1))
-
-
 def report_of(read_ratio):
     zeros = ("slow_steps", "fast_steps", "mean_attended_tokens", "selection_ratio")
     rest = {"prompt_tokens": 1, "token_ids": [], "finish_reason": "length", "slow_at": []}
@@ -142,7 +135,7 @@ def report_of(read_ratio):
 
 def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
     return Fidelity(
-        window=[0] * 4, step=[0, 1, 2, 3], in_sentence=[40, 0, 2, 3], slow=[True, True, False, False], kl=list(kl),
+        window=[0] * 4, step=[0, 1, 2, 3], slow=[True, True, False, False], kl=list(kl),
         agrees=[True, True, False, True], nll=[9.0, 1.0, 2.0, 3.0], nll_full=[9.0, 1.0, 1.0, 1.0],
         reports=[report_of(read_ratio)],
     )  # fmt: skip
@@ -163,15 +156,6 @@ def test_a_summary_leaves_out_step_0_which_no_policy_touches():
         "selection_ratio": 0.0,
         "stored_ratio": 1.0,
     }
-
-
-def test_steps_are_grouped_by_their_place_in_the_sentence():
-    rows = made().by_sentence_position()
-    assert [(row["position"], row["steps"], row["kl"]) for row in rows] == [("0", 1, 1.0), ("2-3", 2, 4.0)]
-    assert [row["slow_rate"] for row in rows] == [1.0, 0.0]
-    late = made()
-    late.in_sentence = [0, 31, 32, 500]
-    assert [row["position"] for row in late.by_sentence_position()] == ["16-31", "32+"]
 
 
 def test_windows_are_spread_over_the_whole_text():
@@ -196,13 +180,50 @@ def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
     assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
 
 
-def test_sentences_end_at_the_settings_triggers_whatever_the_policy_does(tiny_model):
-    """The tokenizer's dots, though a stride ignores them."""
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    dot = tokenizer(".", add_special_tokens=False)["input_ids"][0]
-    assert dot < 96
-    ids = [dot + 1, dot + 2] * 10 + [dot, dot + 1, dot + 2, dot, dot + 1]
-    full = reference(tiny_model, tokenizer, [Window(start=0, prompt_tokens=20, ids=tuple(ids))])
-    config = SMALL.replace(trigger_token_ids=None, trigger_policy="stride", stride=2)
-    (found,) = fidelity(tiny_model, tokenizer, full, config)
-    assert found.in_sentence == [19, 0, 1, 2, 0]
+TEXT = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
+
+
+def grid_of(loaded, *methods, shares=(0.3, 0.5), lengths=(40, 60), text=TEXT, tokens=12, count=2):
+    sized = at_sizes(list(map(Method.parse, methods)), shares=shares)
+    cells = window_cells(sized, lengths, count, tokens)
+    return cells, WindowRows(*loaded, text=text, tokens=tokens, count=count)
+
+
+def test_a_window_is_compared_as_on_its_own(loaded):
+    cells, rows_of = grid_of(loaded, "full-kv", "sfi", "streaming-llm")
+    rows_of.check(cells)
+    rows = list(rows_of.make(cells))
+    assert list(map(key_of, rows)) == [cell.key for cell in cells]
+    assert len(rows) == 2 * 2 * 2 * 2  # windows, lengths, methods but full attention, shares
+    assert [cell.length for cell in cells[::4]] == [40, 60, 40, 60]
+    for row, cell in zip(rows[:4], cells, strict=False):
+        window = rows_of.windows(40)[0]
+        full = reference(*loaded, [window])
+        (own,) = fidelity(*loaded, full, cell.method.config_for(40), policy=cell.method.policy)
+        assert from_rows([row]) == own
+    joined = from_rows(rows[::4])
+    assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"methods": ("full-kv",)}, ConfigError, "fidelity must have a method besides full-kv"),
+        ({"tokens": 1}, ConfigError, "tokens must be at least 2, got 1"),
+        ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
+        ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
+        ({"lengths": (400,)}, InputError, "text must have at least"),
+        ({"lengths": (1020,), "text": TEXT * 20}, InputError,
+         "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
+        ({"shares": (0.1,)}, ConfigError, "share must leave a selected token"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_at_once(loaded, changes, error, message):
+    methods = changes.pop("methods", ("sfi",))
+
+    def check():
+        cells, rows = grid_of(loaded, *methods, **changes)
+        rows.check(cells)
+
+    with pytest.raises(error, match=message):
+        check()

@@ -8,17 +8,8 @@ import pytest
 import torch
 
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.measure import clustering, model_supports
-from sfi_core.measure.clustering import (
-    Similarity,
-    cluster,
-    cluster_layers,
-    distance,
-    joined,
-    overlap,
-    pair_agreement,
-    parts_of,
-)
+from sfi_core.measure import clustering
+from sfi_core.measure.clustering import Similarity, cluster, cluster_layers, distance, joined, overlap
 from tests.core.conftest import tiny_qwen3
 
 pytest.importorskip("scipy")
@@ -134,37 +125,12 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch):
         clustering.check_scipy()
 
 
-def test_agreement_is_the_share_of_pairs_and_does_not_look_at_numbers():
-    """Pairs of four heads: 01 02 03 12 13 23."""
-    assert pair_agreement((0, 0, 1, 1), (1, 1, 0, 0)) == 1
-    assert pair_agreement((0, 0, 1, 1), (0, 1, 1, 1)) == 3 / 6  # 02, 03 and 23
-    assert pair_agreement((0,), (0,)) == 1
-
-
-def test_parts_are_disjoint_and_each_is_clustered_alone():
-    texts = [{0: Similarity.of(as_index(random_sets(seed, 4)))} for seed in range(5)]
-    parts = parts_of(texts, 2)
-    expected = [sum(texts[i][0].total_HH for i in own) for own in ((0, 2, 4), (1, 3))]
-    for part, total in zip(parts, expected, strict=True):
-        np.testing.assert_allclose(part[0].total_HH, total)
-    (layer,) = cluster_layers(parts, 2)
-    alone = [cluster(part[0].mean_HH, 2) for part in parts]
-    share = pair_agreement(*(labels for labels, _ in alone))
-    assert layer.agreement == (share, share)
-    same = [set(chosen) == set(layer.representatives) for _, chosen in alone]
-    assert layer.same_representatives == sum(same) / 2
-    (whole,) = cluster_layers(parts_of(texts[:1], None), 2)
-    assert whole.agreement is None
-    with pytest.raises(ConfigError, match="parts must be at most the 5 texts, got 6"):
-        parts_of(texts, 6)
-
-
 def test_a_mean_is_taken_over_pairs_within_and_between_clusters():
     S = np.array([[1.0, 0.9, 0.2], [0.9, 1.0, 0.4], [0.2, 0.4, 1.0]])
     (layer,) = cluster_layers([{7: Similarity(S * 10, 10)}], 2)
-    assert (layer.layer, layer.cluster_of) == (7, (0, 0, 1))
-    assert layer.mean(within=True) == pytest.approx(0.9)
-    assert layer.mean(within=False) == pytest.approx(0.3)
+    assert (layer["layer"], layer["cluster_of"]) == (7, [0, 0, 1])
+    assert layer["similarity_within"] == pytest.approx(0.9)
+    assert layer["similarity_between"] == pytest.approx(0.3)
 
 
 def eager_weights(model: Any, ids: list[int]) -> list[torch.Tensor]:
@@ -180,12 +146,12 @@ def test_a_text_s_sets_are_the_heaviest_positions_of_its_last_queries():
     model, top = tiny_qwen3(), 6
     ids = torch.randint(0, 96, (150,)).tolist()
     expected = eager_weights(model, ids)
-    found = dict(model_supports.text_supports(model, ids, top))
+    found = dict(clustering.text_supports(model, ids, top))
     assert list(found) == [0, 1]
     for layer, index_NHK in found.items():
-        assert index_NHK.shape == (model_supports.QUERIES, 2, top)
-        for n, h in product(range(model_supports.QUERIES), range(2)):
-            query = len(ids) - model_supports.QUERIES + n
+        assert index_NHK.shape == (clustering.QUERIES, 2, top)
+        for n, h in product(range(clustering.QUERIES), range(2)):
+            query = len(ids) - clustering.QUERIES + n
             weight = expected[layer][h, query, : query + 1].tolist()
             chosen = index_NHK[n, h].tolist()
             rest = [weight[place] for place in range(query + 1) if place not in chosen]
@@ -198,4 +164,4 @@ def test_a_learned_sink_takes_its_share_before_heads_are_pooled():
     sink = torch.randn(2, 3)
     joint = torch.cat([logits, sink[:, :, None, None].expand(2, 3, 4, 1)], -1).softmax(-1)
     expected = joint[..., :-1].amax(1).transpose(0, 1)
-    torch.testing.assert_close(model_supports.pooled_weight(logits, sink).exp(), expected)
+    torch.testing.assert_close(clustering.pooled_weight(logits, sink).exp(), expected)

@@ -5,10 +5,10 @@ import torch
 
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.measure.kernel_bench import bench
-from sfi_core.measure.kernel_bench.bench import run_bench
+from sfi_core.measure.kernel_bench.bench import WrongResultError, resolve_backend, run_bench
 from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.result import KernelVariant, WrongResultError, checked
-from sfi_core.measure.kernel_bench.settings import KernelSettings, resolve_backend
+from sfi_core.measure.kernel_bench.gates import KernelVariant, checked
+from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.core.measure.conftest import CPU, built, tiny
 
 pytestmark = pytest.mark.usefixtures("small_buffers")
@@ -72,6 +72,13 @@ def test_a_wrong_setting_is_named(changes, words):
     assert str(caught.value).startswith(words)
 
 
+def test_a_retention_that_no_op_needs_does_not_limit_the_context():
+    settings = KernelSettings(ops=("prompt", "append"), context=1024)
+    assert settings.forecast_bytes() > 0
+    with pytest.raises(ConfigError, match=r"retention must be at least 0\.2549 at a context of 1024"):
+        KernelSettings(ops=("prompt", "top_k"), context=1024)
+
+
 def test_the_backend_follows_the_device():
     assert resolve_backend("auto", CPU) == "torch"
     assert resolve_backend("auto", torch.device("cuda")) == "triton"
@@ -87,28 +94,26 @@ def test_the_backend_follows_the_device():
 def test_bytes_by_op():
     """By hand: B 2, H 2, G 2, D 16, float32, T 150."""
     settings = tiny()
+    bytes_of = {variant.name: variant.bytes for variant in built(LayerData(settings, "torch", CPU))}
     kv_row = 2 * 2 * 2 * 16 * 4
     assert settings.attention_bytes(10, gathered=7) == (10 * kv_row + 2 * 2 * 4 * 16 * 4 + 2 * 2 * 7 * 4)
     whole = settings.attention_bytes(150)
     assert settings.attention_bytes(150, evidence=True) == whole + 2 * 2 * 2 * 150 * 4
     ends = 2 * 2 * 4 * 16 * 4
     assert settings.attention_bytes(150, queries=5) == whole + 4 * ends
-    assert settings.selector_bytes() == 2 * 150 * (4 * 4 + 2 * 4 + 2 * 4 + 1)
-    assert settings.top_k_bytes(9) == 2 * 2 * (150 + 9) * 4
-    assert settings.pack_bytes(13) == 2 * 13 * kv_row + 2 * 2 * 13 * 4
-    assert settings.append_bytes() == 2 * kv_row + 2 * 2 * 4
-    queries, one = 2 * 75 * 4 * 16 * 4, kv_row // 2  # of a request
-    assert settings.prompt_bytes(75, 150) == 150 * one + queries
-    pairs = sum(1 for w in range(75) for t in range(150) if t <= 75 + w)
-    assert settings.prompt_flops(75, 150) == pairs * 4 * 2 * 2 * 16
+    assert bytes_of["selector"] == 2 * 150 * (4 * 4 + 2 * 4 + 2 * 4 + 1)
+    assert bytes_of["top_k"] == 2 * 2 * (150 + 51) * 4
+    assert bytes_of["pack"] == settings.pack_bytes(55) == 2 * 55 * kv_row + 2 * 2 * 55 * 4
+    assert bytes_of["append"] == 2 * kv_row + 2 * 2 * 4
+    queries, request = 2 * 75 * 4 * 16 * 4, kv_row // 2
+    assert bytes_of["prompt.piece"] == 150 * request + queries
     sparse = settings.attention_bytes(10)
     assert settings.attention_bytes(10, dense=1) == sparse + 140 * kv_row // 2
     basis = 2 * 2 * 16 * 17 * 4
-    chosen = settings.append_bytes() + 2 * 2 * 150 * 4 + 2 * basis
-    assert settings.codescan_bytes(10) == chosen + sparse
-    # 13 rows, 4 of them sinks and 5 on the device: 9 wanted positions, 5 old ones
-    packed = settings.pack_bytes(13)
-    assert settings.recall_bytes(13, 5) == packed + 2 * 2 * (9 + 5) * 4
+    chosen = bytes_of["append"] + 2 * 2 * 150 * 4 + 2 * basis
+    assert bytes_of["codescan"] == chosen + settings.attention_bytes(75)
+    # 55 rows, 4 of them sinks and 42 on the device: 51 wanted positions, 42 old ones
+    assert bytes_of["recall"] == bytes_of["pack"] + 2 * 2 * (51 + 42) * 4
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch):
@@ -130,6 +135,9 @@ def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival
     assert whole["speedup_over_sdpa"] == pytest.approx(expected)
     assert whole["speedup_over_dense"] is None
     assert rows["dense"]["tflop_per_s"] is None
+    pairs = sum(1 for w in range(75) for t in range(150) if t <= 75 + w)
+    piece = rows["prompt.piece"]
+    assert piece["tflop_per_s"] == pytest.approx(pairs * 4 * 2 * 2 * 16 / piece["median_us"] / 1e6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -25,7 +25,7 @@ def test_attention_that_misses_a_token_is_red(dtype, missing):
         missing, torch.cat([whole[..., :10], whole[..., 10 + n :]], -1)
     )
     wrong = layer.textbook(part)
-    right = expected.out_BHGD.to(layer.settings.torch_dtype)
+    right = expected.out_BHGD.to(layer.key_BHTD.dtype)
     assert expected.error(right) <= 1 < expected.error(wrong.out_BHGD)
 
 

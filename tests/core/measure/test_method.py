@@ -3,7 +3,7 @@
 import pytest
 
 from sfi_core.errors import ConfigError
-from sfi_core.measure.evaluation.method import Method, at_share, at_sizes
+from sfi_core.measure.evaluation.grid import Method, at_share, at_sizes
 from sfi_core.settings.config import SfiConfig
 
 

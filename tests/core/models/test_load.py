@@ -100,13 +100,10 @@ def test_a_hub_id_loads_from_the_cache(hub_id: str, saved: Path, revision: str |
     model, _ = load(hub_id, revision=revision, device="cpu")
     assert model.config.name_or_path == hub_id
     assert commit_of(hub_id, revision) == COMMIT
+    assert commit_of(hub_id, "other") is commit_of("owner/other", None) is None
     ids = torch.arange(5)[None]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, load(str(saved), device="cpu")[0](ids).logits)
-
-
-def test_a_revision_that_is_not_in_the_cache_has_no_commit(hub_id: str):
-    assert commit_of(hub_id, "other") is commit_of("owner/other", None) is None
 
 
 @pytest.mark.parametrize("hub", [True, False])
@@ -134,13 +131,9 @@ def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer: Any):
 
 
 @pytest.mark.parametrize("source", ["/no/such/folder", "./absent", "../absent", "~/absent", "a/b/c"])
-def test_a_missing_folder_is_named(source: str):
+def test_a_missing_folder_is_named_and_a_file_is_no_model(source: str):
     assert refusal(InputError, source) == f"model folder {source} does not exist"
-
-
-def test_a_file_is_no_model(folder: Path):
-    path = str(folder / "config.json")
-    assert refusal(InputError, path) == (f"model must be a folder, a hub id or a .gguf file, got the file {path}")
+    assert refusal(InputError, __file__) == f"model must be a folder, a hub id or a .gguf file, got the file {__file__}"
 
 
 @pytest.mark.parametrize(
@@ -167,8 +160,7 @@ def test_a_hub_id_that_cannot_be_had_is_named(name: str):
 def test_a_truncated_file_is_refused(folder: Path, name: str):
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: len(data) // 2])
-    message = refusal(InputError, str(folder))
-    assert message.startswith(f"model {folder} cannot be loaded: ")
+    assert refusal(InputError, str(folder)).startswith(f"model {folder} cannot be loaded: ")
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 100])
@@ -178,20 +170,16 @@ def test_weights_that_are_none_are_refused(folder: Path, data: bytes):
     assert message.startswith(f"model {folder} cannot be loaded: Error while deserializing header")
 
 
-def test_missing_weights_are_counted_and_named(folder: Path):
+def test_weights_that_the_config_does_not_fit_are_counted_and_named(folder: Path):
     """transformers would draw them at random."""
-    edit(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3)
-    assert refusal(InputError, str(folder)) == (
-        f"model {folder} lacks 11 weights, among them model.layers.2.input_layernorm.weight"
-    )
-
-
-def test_weights_of_another_shape_are_named(folder: Path, tiny_tokenizer: Any):
     edit(folder, head_dim=16)
     assert refusal(InputError, str(folder)) == (
         f"model {folder} has 12 weights of another shape than its config says, among them "
         "model.layers.0.self_attn.k_norm.weight, which must be [16], got [8]"
     )
+    edit(folder, head_dim=8, num_hidden_layers=3, layer_types=["full_attention"] * 3)
+    lacks = "lacks 11 weights, among them model.layers.2.input_layernorm.weight"
+    assert refusal(InputError, str(folder)) == f"model {folder} {lacks}"
 
 
 @pytest.mark.parametrize(
@@ -278,17 +266,17 @@ def test_a_model_of_something_else_is_unsupported(folder: Path, config: Any, tol
     assert refusal(UnsupportedModelError, str(folder)) == f"{folder}{told}"
 
 
-def test_an_unknown_dtype_is_named_with_the_known_ones(saved: Path):
-    assert refusal(ConfigError, str(saved), dtype="int8") == (
-        "unknown dtype 'int8'; expected one of ('auto', 'bfloat16', 'bf16', 'float16', 'fp16', 'float32', 'fp32')"
-    )
-
-
-@pytest.mark.parametrize("name", ["", "mps", "cuda:-1"])
-def test_an_unknown_device_is_named_with_the_known_ones(saved: Path, name: str):
-    """PyTorch knows more kinds, which sfi does not run on."""
-    message = f"unknown device {name!r}; expected one of ('auto', 'cpu', 'cuda')"
-    assert refusal(ConfigError, str(saved), device=name) == message
+@pytest.mark.parametrize(
+    ("option", "name", "known"),
+    [
+        ("dtype", "int8", ("auto", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")),
+        *(("device", name, ("auto", "cpu", "cuda")) for name in ("", "mps", "cuda:-1")),
+    ],
+)
+def test_an_unknown_dtype_or_device_is_named_with_the_known_ones(saved: Path, option: str, name: str, known: tuple):
+    """PyTorch knows more kinds of devices, which sfi does not run on."""
+    message = f"unknown {option} {name!r}; expected one of {known}"
+    assert refusal(ConfigError, str(saved), **{option: name}) == message
 
 
 @no_cuda

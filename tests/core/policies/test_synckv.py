@@ -11,8 +11,7 @@ import torch
 
 from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.errors import ConfigError
-from sfi_core.policies.built_in.synckv import SyncKV
-from sfi_core.policies.head_clusters import HeadClusters
+from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters, SyncKV
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -23,7 +22,11 @@ SINK, RECENT, BUDGET, STRIDE, NEW = 2, 5, 10, 3, 12
 PROMPTS = [prompt_of(length) for length in (41, 10, 7, 1)]
 LEADERS = {0: (2, 1, 2, 1), 1: (1, 1, 1, 3)}
 CLUSTERS = HeadClusters(
-    model_digest="", cluster_of={0: (0, 1, 0, 1), 1: (0, 0, 0, 1)}, representatives={0: (2, 1), 1: (1, 3)}
+    digest="",
+    layers={
+        0: LayerClusters(cluster_of=(0, 1, 0, 1), representatives=(2, 1)),
+        1: LayerClusters(cluster_of=(0, 0, 0, 1), representatives=(1, 3)),
+    },
 )
 CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="never")
 KINDS = [("dense", 0.5), ("sparse", 0.5), ("dense", 0.0), ("sparse", 1.0), ("sparse", 0.9)]
@@ -32,7 +35,7 @@ KINDS = [("dense", 0.5), ("sparse", 0.5), ("dense", 0.0), ("sparse", 1.0), ("spa
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("heads") / "heads.json"
-    CLUSTERS.save(path)
+    path.write_text(CLUSTERS.text())
     return path
 
 

@@ -16,7 +16,7 @@ from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.sizes.memory import CPU_SLACK, GRAPH_BYTES, LIBRARY_BYTES, Drafting, check_fits, forecast, step_sizes
 from sfi_core.sizes.policy import untriggered
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import RING_PLACES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

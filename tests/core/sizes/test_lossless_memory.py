@@ -13,10 +13,10 @@ import sfi_core
 from sfi_core import EngineOptions, Sampling, SfiConfig
 from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
-from sfi_core.settings.parts import DraftConfig
+from sfi_core.settings.config import DraftConfig
 from sfi_core.sizes.memory import COMPARING, CPU_SLACK, PICKING, Drafting, forecast
 from sfi_core.sizes.policy import untriggered
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 from tests.core.conftest import tiny_qwen3
 
 VOCABULARY = 40_000
@@ -98,7 +98,7 @@ def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer]
 
 def test_the_bytes_of_a_verification_equal_hand_arithmetic():
     sizes = {"batch": 2, "vocabulary": 1000, "itemsize": 2}
-    attention = {"heads": 4, "grouped": 2, "capacity": 100}
+    attention = {"grouped": 2, "capacity": 100}
     one = Drafting(tested=5, together=3000, compares=False, explicit=False)
     assert one.pass_bytes(**sizes, **attention) == 2 * 5 * 1000 * 2 + 3000 * PICKING
     assert one.kept_bytes(**sizes) == 0
@@ -106,7 +106,7 @@ def test_the_bytes_of_a_verification_equal_hand_arithmetic():
     assert two.pass_bytes(**sizes, **attention) == 20000 + max(1000 * PICKING, 5000 * COMPARING)
     assert two.kept_bytes(**sizes) == 2 * 4 * 1000 * 2
     long = Drafting(tested=5, together=10, compares=False, explicit=True)
-    held = long.pass_bytes(**sizes, heads=4, grouped=2, capacity=10**6)
+    held = long.pass_bytes(**sizes, grouped=2, capacity=10**6)
     assert held == 3 * 4 * 2 * 5 * 10**6
 
 
@@ -128,4 +128,4 @@ def test_sliding_windows_are_held_twice(tiny_model: Any):
     )
     assert lossless.sliding_bytes == 2 * plain.sliding_bytes
     grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
-    assert grown >= CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, heads=4, grouped=2, capacity=40)
+    assert grown >= CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=40)

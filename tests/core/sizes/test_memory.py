@@ -20,7 +20,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes import memory as module
 from sfi_core.sizes.memory import CPU_SLACK, Forecast, check_fits, forecast, largest_batch
 from sfi_core.sizes.policy import untriggered
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.state.layer_pages import LayerShape
 
 CPU = torch.device("cpu")
 CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,))

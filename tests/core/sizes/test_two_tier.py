@@ -10,8 +10,8 @@ from sfi_core.policies.base import Companion, Evidence, Policy, Selection
 from sfi_core.policies.page_bounds import extremes_bytes
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DeviceBudget
-from sfi_core.sizes.two_tier import check_device_budget, ring_pages, two_tier_bytes
-from sfi_core.state.layer_shape import LayerShape
+from sfi_core.sizes.policy import check_device_budget, ring_pages, two_tier_bytes
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.triggers.trigger import Trigger
 
 WIDE = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, query_heads=12)
@@ -31,8 +31,8 @@ class Summing(Companion, Policy):
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         return extremes_bytes(layer, capacity, page=16)
 
-    def resident_heads(self, layer: int, heads: int) -> range:
-        return range(heads if layer == 2 else 3)
+    def resident(self, layer: int, heads: int) -> range:
+        return super().resident(layer, heads) or range(heads if layer == 2 else 3)
 
 
 def of(layers=LAYERS, config=CONFIG, kind=Summing, **changes):

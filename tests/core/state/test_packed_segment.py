@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sfi_core.state.kv_cache import KVCache
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import PackedSegment
 from sfi_kernels.launch import counting
 from tests.fakes import int32
 

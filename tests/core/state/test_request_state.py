@@ -50,7 +50,6 @@ def test_candidates_are_all_but_sink_and_recent(prompt: int, expected: list[int]
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 7, 12, 13, 50])
 def test_sink_recent_and_candidates_are_the_history_without_overlap(prompt: int):
-    """Eq. 2: J = {1..L} without sink and recent."""
     state = prefilled(prompt)
     sink = list(range(state.sink(SINK)))
     recent = list(range(state.recent_start, state.length))
@@ -147,7 +146,6 @@ def random_runs(*, sliding: bool) -> Iterator[Refreshed]:
 
 
 def test_with_anchored_recents_no_token_is_ever_unread_and_unranked():
-    """Between two slow steps every token is a sink, was ranked, or is recent."""
     gaps = [step.unread_and_unranked for step in random_runs(sliding=False)]
     assert len(gaps) == 3600
     assert not any(gaps)
@@ -176,7 +174,6 @@ def test_t_max_bounds_the_growth_of_an_anchored_segment():
 
 
 def test_candidates_stay_before_the_recent_segment_on_fast_steps():
-    """What is selected is never read twice."""
     for sliding in (False, True):
         for step in random_runs(sliding=sliding):
             assert max(step.candidates, default=-1) < step.state.recent_start

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sfi_core.state.kv_cache import KVCache
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import PackedSegment
 from tests.fakes import int32
 from tests.schedules import Lazy
 from tests.two_tier import CAPACITY, SIDES, B, D, E, H, Written
@@ -73,7 +73,6 @@ def test_heads_that_are_not_packed_keep_their_rows(side: str):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_rows_that_come_late_are_the_last_selection(side: str):
-    """Two selections before anybody waits, and tokens that come in between."""
     packing = Packing(SIDES[side](), 41, 12, 33)
     packing.pack([0], [2], [[[5, 9], [6, 7]]])
     packing.written.append(3, 3, 3, into=[packing.cache])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from sfi_core.state.packed_segment import PackedSegment
+from sfi_core.state.layer_pages import PackedSegment
 from sfi_core.state.side_stream import SecondStream
 from sfi_kernels.pack import recall
 from tests.cuda_clocks import Device

@@ -39,10 +39,7 @@ def text(length: int, *stops: int) -> list[int]:
 def test_step_after_a_boundary_token_is_slow():
     """Eq. 5: g_t = 1 if x_{t-1} is in T_trig."""
     assert slow_steps(text(10, 3, 6)) == {4: "trigger", 7: "trigger"}
-
-
-def test_the_first_generated_token_counts():
-    assert slow_steps(text(5, 0)) == {1: "trigger"}
+    assert slow_steps(text(5, 0)) == {1: "trigger"}, "the first generated token counts"
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -52,7 +49,6 @@ def test_a_delay_puts_the_slow_step_off_by_that_many_steps(delay: int):
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
 def test_tokens_of_the_prompt_never_trigger(delay: int):
-    """Only x_0, x_1, ... are asked, however far the delay looks back."""
     assert slow_steps(text(6), trigger_delay=delay) == {}
     state = RequestState(prompt_tokens=10, length=10, step=0)
     trigger = Trigger(frozenset({STOP}), PAPER.replace(trigger_delay=delay))
@@ -61,14 +57,9 @@ def test_tokens_of_the_prompt_never_trigger(delay: int):
 
 @pytest.mark.parametrize("t_max", [0, 1, 2, 5])
 def test_t_max_is_the_largest_number_of_consecutive_fast_steps(t_max: int):
-    """After t_max fast steps the next is slow; 0 makes every step slow."""
     slow = slow_steps(text(30), t_max=t_max)
     assert list(slow) == list(range(t_max + 1, 31, t_max + 1))
     assert set(slow.values()) == {"t_max"}
-
-
-def test_a_trigger_is_named_when_both_are_due():
-    assert slow_steps(text(6, 4), t_max=4) == {5: "trigger"}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,8 @@ def test_a_trigger_too_soon_after_a_slow_step_is_dropped(gap: int, expected: lis
     assert list(slow_steps(text(16, *stops), min_gap=gap)) == expected
 
 
-def test_min_gap_does_not_hold_t_max_back():
+def test_min_gap_does_not_hold_t_max_back_and_a_trigger_is_named_when_both_are_due():
+    assert slow_steps(text(6, 4), t_max=4) == {5: "trigger"}
     assert slow_steps(text(9), t_max=2, min_gap=8) == {3: "t_max", 6: "t_max", 9: "t_max"}
 
 

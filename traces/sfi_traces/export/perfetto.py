@@ -1,8 +1,7 @@
 """A trace as a timeline for ui.perfetto.dev or chrome://tracing, in Chrome's Trace Event Format.
 
-Each request has a track of its steps, each stream one of its spans. An arrow leads from a layer's refresh to
-its attention in the first fast step that reads what was selected. A lossless run's verifications are marks on
-the request's track. Each rank is a process; the first has the requests.
+Each request has a track of its steps, with a lossless run's verifications as marks, each stream one of its spans. Each
+rank is a process; the first has the requests.
 """
 
 import heapq
@@ -32,7 +31,6 @@ PLACED_STEPS = """
         least(end_us, lead(begin_us) OVER (PARTITION BY request ORDER BY step)) AS end_us
     FROM timed_steps JOIN extents USING (batch, batch_step)
 """
-STEPS = "SELECT * FROM placed_steps ORDER BY begin_us"
 VERIFICATIONS = """
     SELECT verifications.*, placed_steps.begin_us
     FROM verifications JOIN placed_steps USING (request, step) ORDER BY begin_us
@@ -43,40 +41,16 @@ SPANS = """
         begin_us + elapsed_us AS end_us, bytes
     FROM timings ORDER BY begin_us, elapsed_us DESC
 """
-# a refresh is the Selector's span, or the pack of a policy without one; a selection that no fast step reads
-# before the next refresh has no arrow
-FLOWS = """
-    WITH ends AS (
-        SELECT DISTINCT ON (rank, refresh, request, step, layer) name IN ('selector', 'pack') AS refresh,
-            coalesce(rank, 0) AS rank, request, step, layer, stream, begin_us + elapsed_us / 2 AS middle_us
-        FROM timings WHERE name IN ('selector', 'pack', 'attention.fast', 'attention.mixed')
-        ORDER BY rank, refresh, request, step, layer, name = 'pack', begin_us
-    ), refreshes AS (
-        SELECT *, lead(step) OVER (PARTITION BY rank, request, layer ORDER BY step) AS next
-        FROM ends WHERE refresh
-    )
-    SELECT refreshes.rank, refreshes.stream AS from_stream, refreshes.middle_us AS from_us,
-        readers.stream AS to_stream, readers.middle_us AS to_us
-    FROM refreshes ASOF JOIN (FROM ends WHERE NOT refresh) readers
-    ON readers.rank = refreshes.rank AND readers.request = refreshes.request
-        AND readers.layer = refreshes.layer AND readers.step > refreshes.step
-    WHERE readers.step <= coalesce(next, readers.step)
-    ORDER BY from_us
-"""
-
 Event = dict[str, Any]
 Track = tuple[str, int | str, int]  # "request" and number or "stream" and name; rank
 Place = tuple[int, int]  # process and thread, in the format's terms
 
 
 def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
-    """Write the timeline, piece by piece; `progress` is told the number of events so far, and in all.
-
-    Raises `TraceError` if no step was recorded or timed.
-    """
+    """Write the timeline in pieces; `progress` gets the events so far, and all. Raises `TraceError` without timings."""
     request = Request.of(trace)
     request.connection.execute(PLACED_STEPS)
-    steps, flows = request.query(STEPS), request.query(FLOWS)
+    steps = request.query("SELECT * FROM placed_steps ORDER BY begin_us")
     verifications = request.query(VERIFICATIONS)
     if not steps:
         raise TraceError(f"trace {trace.path} has no timings, which a timeline is made of")
@@ -85,27 +59,21 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     events = heapq.merge(
         _step_events(steps, tracks),
         _verification_events(verifications, tracks),
-        _counter_events(steps),
-        _flow_events(flows, tracks),
         _span_events(request, tracks),
         key=lambda event: event["ts"],
     )
     named = _names(trace, tracks)
-    total = len(named) + 3 * len(steps) + len(verifications) + 2 * len(flows) + spans
+    total = len(named) + 3 * len(steps) + len(verifications) + spans
     about = {key: trace.manifest.get(key) for key in ABOUT}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     yield head[:-1] + ', "traceEvents": [\n'
-    yield from _lines(chain(named, events), total, progress)
-    yield "\n]}\n"
-
-
-def _lines(events: Iterator[Event], total: int, progress: Callable[[int, int], None]) -> Iterator[str]:
-    done = 0
-    while piece := list(islice(events, PIECE)):
+    done, written = 0, chain(named, events)
+    while piece := list(islice(written, PIECE)):
         lines = ",\n".join(json.dumps(event) for event in piece)
         yield f",\n{lines}" if done else lines
         done += len(piece)
         progress(done, total)
+    yield "\n]}\n"
 
 
 def _tracks(request: Request, steps: list[Event]) -> dict[Track, Place]:
@@ -137,6 +105,10 @@ def _step_events(steps: list[Event], tracks: dict[Track, Place]) -> Iterator[Eve
         args = {name: step[name] for name in shown if step[name] not in (None, "")}
         place = tracks["request", step["request"], 0]
         yield _slice(step, kind, kind, place, args) | {"cname": COLORS[step["slow"]]}
+        for column in ("attended_tokens", "read_ratio"):
+            counter = column.replace("_", " ")
+            name = f"{counter}, request {step['request']}"
+            yield _event("C", name, (FIRST_PID, 0), step["begin_us"], args={counter: step[column]})
 
 
 def _verification_events(rows: list[Event], tracks: dict[Track, Place]) -> Iterator[Event]:
@@ -146,27 +118,6 @@ def _verification_events(rows: list[Event], tracks: dict[Track, Place]) -> Itera
         place = tracks["request", row["request"], 0]
         name = f"kept {row['accepted']} of {row['drafted']}"
         yield _event("i", name, place, row["begin_us"], s="t", cat="verification", args=args)
-
-
-def _counter_events(steps: list[Event]) -> Iterator[Event]:
-    place = FIRST_PID, 0
-    for step in steps:
-        for column in ("attended_tokens", "read_ratio"):
-            counter = column.replace("_", " ")
-            name = f"{counter}, request {step['request']}"
-            yield _event("C", name, place, step["begin_us"], args={counter: step[column]})
-
-
-def _flow_events(flows: list[Event], tracks: dict[Track, Place]) -> list[Event]:
-    events = []
-    for number, flow in enumerate(flows):
-        for phase, end in (("s", "from"), ("f", "to")):
-            place = tracks["stream", flow[f"{end}_stream"], flow["rank"]]
-            at_us = flow[f"{end}_us"]
-            event = _event(phase, "selected memory", place, at_us, cat="refresh", id=number)
-            # an arrow ends at the slice around it, not at the next one
-            events.append(event | {"bp": "e"} if phase == "f" else event)
-    return sorted(events, key=lambda event: event["ts"])
 
 
 def _span_events(request: Request, tracks: dict[Track, Place]) -> Iterator[Event]:

@@ -8,7 +8,7 @@ from typing import Any
 import duckdb
 
 from sfi_core.errors import SfiError
-from sfi_traces.health.measured import BEGINNING, IMPORTED, RECORD, Measured, Unjudged
+from sfi_traces.health.measures import BEGINNING, IMPORTED, RECORD, Measured, Unjudged
 from sfi_traces.health.rules import RULES, Rule
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
@@ -49,13 +49,9 @@ def line(finding: dict[str, Any]) -> str:
 
 def _enough(request: Request, rule: Rule) -> list[Measured]:
     values = rule.measure(request)
-    if not values:
-        raise Unjudged(rule.needs)
-    enough = [value for value in values if value.n >= rule.least]
-    if not enough:
-        most = max(value.n for value in values)
-        raise Unjudged(f"it takes {rule.least} {rule.samples}, got {most}")
-    return enough
+    if (most := max((value.n for value in values), default=0)) < rule.least:
+        raise Unjudged(f"it takes {rule.least} {rule.samples}, got {most}" if values else rule.needs)
+    return [value for value in values if value.n >= rule.least]
 
 
 def _findings(rule: Rule, values: list[Measured]) -> list[dict[str, Any]]:

@@ -1,20 +1,95 @@
 """What health rules measure of a run's steps, triggers and drift, of its selections and supports."""
 
-from sfi_core.settings.policy_names import built_in, triggered
-from sfi_traces.health.measured import (
-    RECORD_POSITIONS,
-    Measured,
-    Unjudged,
-    by_head,
-    measured,
-    sample_selections,
-    sample_supports,
-    worse_of_beginning,
-)
-from sfi_traces.model.request import Request
+from collections.abc import Callable
+from dataclasses import dataclass
 
+import pyarrow as pa
+
+from sfi_core.settings.policy_names import TRIGGERED, built_in
+from sfi_traces.model.request import Request
+from sfi_traces.schema import KEY
+
+BEGINNING = 32  # fast steps
+MOST_POSITIONS = 1 << 22  # read at once
+RECORD_AUDIT = "record a sparse policy with --audit N"
+RECORD_POSITIONS = "record a policy that selects with --set trace.positions=true"
+RECORD_SELECTOR = "only a policy with the Selector, such as sfi, has its evidence"
+# replaces these for an imported trace
+IMPORTED = "the imported file does not hold what this rule looks at"
+RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR)
+AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 SINKS = 4  # first positions; StreamingLLM's number
+PEAK = 0.05  # the largest probability of a support that stands out
 OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
+
+Measure = Callable[[Request], "list[Measured]"]
+
+
+class Unjudged(Exception):  # noqa: N818 - no error: a rule that does not apply
+    """Raised where a rule does not apply to a run; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One value of a rule, of `n` samples; layer and head are None for a value of all.
+
+    `whole` is the value of all samples, where `value` may be that of the first `BEGINNING`; else None.
+    """
+
+    request: int
+    value: float
+    n: int
+    layer: int | None = None
+    head: int | None = None
+    whole: float | None = None
+
+    @property
+    def of_beginning(self) -> bool:
+        """Whether the value is that of the first samples alone."""
+        return self.whole is not None and self.value > self.whole
+
+
+def _worse_of_beginning(value: str) -> str:
+    # SQL: a mean over all rows as column `whole`, then that over the first rows if it is larger: a run that went wrong
+    # often ends in repetition, which is easy to predict and hides errors at the beginning
+    return f"avg({value}) AS whole, greatest(avg({value}), avg({value}) FILTER (place <= {BEGINNING}))"
+
+
+def _by_head(request: Request, value: str, source: str, samples: str = "count(*)") -> list[Measured]:
+    # the SQL `value` of each KV head's rows of `source`; `samples` counts those behind it
+    columns = f"request, layer, head, {samples} AS n, {value} AS value"
+    return _measured(request, f"SELECT {columns} FROM {source} GROUP BY request, layer, head")  # noqa: S608 - our own words
+
+
+def _measured(request: Request, query: str) -> list[Measured]:
+    # a query's rows; a null value becomes 0
+    return [Measured(**row | {"value": float(row["value"] or 0)}) for row in request.query(query)]
+
+
+def _sample_selections(request: Request) -> None:
+    # makes the view `sampled_selections` of every n-th refresh of a request; `sampled_refreshes` has also selections
+    # without positions
+    if "sampled" in request.shared:
+        return
+    size = request.single("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
+    every = 1 + int(size["positions"]) // MOST_POSITIONS
+    picked = request.query(f"""
+        SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
+        QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+    """)  # noqa: S608 - a number
+    keys = {name: [row[name] for row in picked] for name in ("request", "step")}
+    request.pick("sampled_refreshes", "selections", pa.table(keys, pa.schema(KEY)))
+    request.connection.execute("""
+        CREATE OR REPLACE TEMP VIEW sampled_selections AS
+        SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
+    """)
+    request.shared["sampled"] = True
+
+
+def at_clip(request: Request) -> str:
+    """Write the SQL condition that a selection's lambda* is at its upper bound, `selector.lambda_clip`."""
+    clip = f"{request.trace.manifest['config']['selector']['lambda_clip']!r}::DOUBLE"
+    return f"(abs(lambda_star - {clip}) <= {AT_CLIP} * {clip})"
 
 
 def never_fast(request: Request) -> list[Measured]:
@@ -23,20 +98,18 @@ def never_fast(request: Request) -> list[Measured]:
         raise Unjudged("full-kv reads everything at every step")
     if request.trace.imported:
         raise Unjudged("an imported trace does not say which steps were slow")
-    return measured(request, _share("slow", "chosen_steps WHERE step > 0"))
+    return _measured(request, _share("slow", "chosen_steps WHERE step > 0"))
 
 
 def fast_disagrees(request: Request) -> list[Measured]:
     """Share of fast steps whose most probable token differs from dense attention's, by request."""
     if request.trace.lossless:
         raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
-    return measured(
+    return _measured(
         request,
         f"""
-        SELECT request, count(*) AS n, {worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
-        FROM (
-            SELECT *, row_number() OVER (PARTITION BY request ORDER BY step) AS place FROM chosen_logits
-        )
+        SELECT request, count(*) AS n, {_worse_of_beginning("(NOT argmax_agrees)::INT")} AS value
+        FROM (SELECT *, row_number() OVER (PARTITION BY request ORDER BY step) AS place FROM chosen_logits)
         GROUP BY request
         """,  # noqa: S608 - our own words
     )
@@ -45,19 +118,16 @@ def fast_disagrees(request: Request) -> list[Measured]:
 def trigger_share(which: str, request: Request) -> list[Measured]:
     """Share of generated tokens that are triggers, or no triggers, by request."""
     manifest = request.trace.manifest
-    if not _asks_triggers(request):
+    if manifest["policy"] in built_in():
+        asks = manifest["policy"] in TRIGGERED
+    else:  # of another package, which need not be installed here: its steps say it
+        reasons = request.trace.table("steps", ["reason"])["reason"]
+        asks = not {"trigger", "t_max"}.isdisjoint(reasons.unique().to_pylist())
+    if not asks:
         raise Unjudged(f"{manifest['policy']} has no trigger")
     if manifest["config"].get("trigger_policy", "boundary") != "boundary":
         raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
-    return measured(request, _share(which, "chosen_steps"))
-
-
-def _asks_triggers(request: Request) -> bool:
-    policy = request.trace.manifest["policy"]
-    if policy in built_in():
-        return policy in triggered()
-    # one of another package, which need not be installed here: its steps say it
-    return not {"trigger", "t_max"}.isdisjoint(request.trace.table("steps", ["reason"])["reason"].unique().to_pylist())
+    return _measured(request, _share(which, "chosen_steps"))
 
 
 def _share(which: str, source: str) -> str:
@@ -71,7 +141,7 @@ def fall(query: str, request: Request) -> list[Measured]:
 
     The mean of the first third less the last third's; 0 within three standard errors.
     """
-    return measured(
+    return _measured(
         request,
         f"""
         WITH parts AS (
@@ -90,7 +160,7 @@ def fall(query: str, request: Request) -> list[Measured]:
 
 def selection_trailing(request: Request) -> list[Measured]:
     """Share of the selected positions among as many last ones before the recent window."""
-    sample_selections(request)
+    _sample_selections(request)
     recent = request.trace.manifest["config"]["recent"]
     source = f"""(
         SELECT * EXCLUDE (positions), unnest(positions) AS p FROM sampled_selections
@@ -98,13 +168,13 @@ def selection_trailing(request: Request) -> list[Measured]:
         WHERE {_allowed(request)} > 2 * selected AND selected > 0
     )"""  # noqa: S608 - our own words and numbers
     value = f"avg((p >= context_tokens - {recent:d} - selected)::INT)"
-    return by_head(request, value, source, "count(DISTINCT step)")
+    return _by_head(request, value, source, "count(DISTINCT step)")
 
 
 def selection_same(request: Request) -> list[Measured]:
     """Share of a layer's refreshes at which two or more KV heads all selected the same positions."""
-    sample_selections(request)
-    return measured(
+    _sample_selections(request)
+    return _measured(
         request,
         f"""
         SELECT request, layer, count(*) AS n, avg((different = 1)::INT) AS value
@@ -122,31 +192,24 @@ def selection_same(request: Request) -> list[Measured]:
 def selection_frozen(request: Request) -> list[Measured]:
     """Share of the refreshes after the first that changed no position."""
     where = f"jaccard_previous IS NOT NULL AND selected > 0 AND {_allowed(request)} > 2 * selected"
-    return by_head(request, "avg((added = 0 AND removed = 0)::INT)", f"{OF_STEP} WHERE {where}")
+    return _by_head(request, "avg((added = 0 AND removed = 0)::INT)", f"{OF_STEP} WHERE {where}")
 
 
 def of_selector(value: str, where: str, request: Request) -> list[Measured]:
     """Measure the SQL `value` of each KV head's selections by a Selector, `{allowed}` being what it may choose from."""
     value, where = (text.format(allowed=_allowed(request)) for text in (value, where))
-    _require_selector(request)
-    return by_head(request, value, f"{OF_STEP} WHERE selected > 0 AND ({where})")
-
-
-def _require_selector(request: Request) -> None:
     # sfi always has a Selector; another package's policy may have one
     policy = request.trace.manifest["policy"]
-    found = request.single("SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections")
-    if policy != "sfi" and not found["n"]:
+    recorded = request.single("SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections")
+    if policy != "sfi" and not recorded["n"]:
         raise Unjudged(f"{policy} has no Selector")
+    return _by_head(request, value, f"{OF_STEP} WHERE selected > 0 AND ({where})")
 
 
 def _allowed(request: Request) -> str:
     # SQL: how many positions the Selector may choose from, about
     config = request.trace.manifest["config"]
     return f"greatest(context_tokens - {config['sink']:d} - {config['recent']:d}, 0)"
-
-
-PEAK = 0.05  # the largest probability of a support that stands out
 
 
 def sink_unread(request: Request) -> list[Measured]:
@@ -160,7 +223,7 @@ def look_back(request: Request) -> list[Measured]:
     A selection's four earliest positions do not count: another engine's include the sinks. A policy that
     selects nothing reaches as far as its recent tokens.
     """
-    sample_selections(request)
+    _sample_selections(request)
     unknown = "SELECT count(*) AS n FROM sampled_refreshes WHERE selected > 0 AND positions IS NULL"
     if request.single(unknown)["n"]:
         raise Unjudged(RECORD_POSITIONS)
@@ -182,16 +245,23 @@ def top_1_dropped(request: Request) -> list[Measured]:
         FROM chosen_supports JOIN chosen_steps USING (request, step)
         WHERE NOT slow AND top_1_read IS NOT NULL AND list_max(mass) >= {PEAK}
     )"""  # noqa: S608 - a number
-    return by_head(request, worse_of_beginning("1 - top_1_read"), source)
+    return _by_head(request, _worse_of_beginning("1 - top_1_read"), source)
 
 
 def _lost(request: Request, where: str) -> list[Measured]:
-    sample_supports(request)
+    # the mass `where` a step did not read, of every n-th audited fast step
+    size = request.single("SELECT count(*) AS rows FROM chosen_supports WHERE read IS NOT NULL")
+    top = int((request.trace.manifest.get("audit") or {}).get("top", 1))
+    every = 1 + int(size["rows"]) * top // MOST_POSITIONS
     reach = "LEFT JOIN reach USING (request, layer, head)" if "reach" in where else ""
     source = f"""(
         SELECT request, step, layer, head, position, unnest(positions) AS p, unnest(mass) AS m,
             unnest(read) AS r
-        FROM sampled_supports
+        FROM chosen_supports JOIN (
+            SELECT request, step, position FROM chosen_steps WHERE audited AND NOT slow
+            QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
+        ) USING (request, step)
+        WHERE read IS NOT NULL
     ) {reach}"""  # noqa: S608 - our own words
     value = f"sum(m) FILTER (NOT r AND {where}) / count(DISTINCT step)"
-    return by_head(request, value, source, "count(DISTINCT step)")
+    return _by_head(request, value, source, "count(DISTINCT step)")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from sfi_traces.health import measures
-from sfi_traces.health.measured import RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR, Measure
+from sfi_traces.health.measures import RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR, Measure
 
 NEGLIGIBLE_KL = 0.01  # nats; below, a step's next token hardly changes
 
@@ -19,7 +19,6 @@ class Rule:
     """One thing that may be wrong with a run's selections, so that it loses what it needs.
 
     Attributes:
-        measure: Returns the values of a request, or of all.
         threshold: Values of at least this are beyond the rule; `reason` says why.
         least: `samples` (refreshes, steps, tokens) that a value needs to be judged.
         share: Share of a request's KV heads that must be beyond the threshold.

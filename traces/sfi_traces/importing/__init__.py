@@ -1,1 +1,220 @@
-"""Imports selections and attention that other programs recorded (docs/import.md)."""
+"""Turns a file of selections or attention into a trace (docs/import.md); null stands for what the file lacks."""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+
+from sfi_core.errors import ConfigError, SfiError
+from sfi_core.machine.files import KEPT
+from sfi_core.observers.events import RunEvent
+from sfi_core.settings.config import SfiConfig
+from sfi_core.settings.engine import AuditConfig
+from sfi_core.triggers.trigger import build_trigger_set
+from sfi_traces.importing.arrays import VERSION, Tokens, open_arrays
+from sfi_traces.importing.attention import NAME, AttentionArrays
+from sfi_traces.importing.selections import SelectionArrays
+from sfi_traces.overlap import Array, Ints, SelectedSets
+from sfi_traces.record.folder import (
+    Lists,
+    PartFiles,
+    TableBuffer,
+    claim,
+    clear,
+    describe_run,
+    file_metadata,
+    now,
+    write_manifest,
+)
+from sfi_traces.record.rows import TokenText
+from sfi_traces.schema import TABLES
+
+POLICY = "imported"
+UNNAMED = "unnamed"  # one name, so that sfi trace diff compares files without a model's name
+REASON = "imported"  # of every step, since all are slow
+PART_BYTES = 64 << 20
+Progress = Callable[[int, int], None]  # steps read, of how many
+Source = SelectionArrays | AttentionArrays
+
+
+def import_trace(
+    path: Path,
+    folder: Path,
+    *,
+    top: int | None = None,
+    kv_heads: int | None = None,
+    tokenizer: Any = None,
+    force: bool = False,
+    progress: Progress = lambda _done, _total: None,
+) -> dict[str, Any]:
+    """Write a file as a trace, whole or not at all, and return the trace's manifest.
+
+    Args:
+        path: The file; docs/import.md describes its contents.
+        folder: Where the trace goes.
+        top: Keep so many positions of each row of attention, the most probable; None keeps 1,024.
+        kv_heads: KV heads, for each of which an attention tensor's query heads are averaged; None takes the file's
+            number, or else each query head by itself.
+        tokenizer: Gives the tokens' text and T_trig where the file has none.
+        force: Whether to overwrite a trace.
+        progress: Gets the number of steps read, and of all steps.
+
+    Raises:
+        InputError: The file contradicts docs/import.md; names the row.
+        ConfigError: The folder may not be overwritten, or an option does not fit the file.
+        SfiError: The trace cannot be written.
+    """
+    with open_arrays(path) as arrays:
+        source: Source
+        if any(map(NAME.fullmatch, arrays.names)):
+            source = AttentionArrays(arrays, top, kv_heads)
+        elif top is None and kv_heads is None:
+            source = SelectionArrays(arrays)
+        else:
+            raise ConfigError("top and kv-heads must come with attention, got selections")
+        trigger_ids = source.tokens.triggers
+        if trigger_ids is None:
+            known = tokenizer is not None
+            trigger_ids = build_trigger_set(tokenizer, SfiConfig().triggers).token_ids if known else ()
+        manifest = _describe(path, source, trigger_ids, tokenizer)
+        with _new_trace(folder, force=force) as work:
+            _write(source, work, manifest, tokenizer, progress)
+    return manifest
+
+
+@contextmanager
+def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
+    # a folder beside `folder`; its files move there once the block has ended well
+    fresh = not folder.exists()
+    lock, whole = claim(folder, force=force), folder.resolve()  # "." has no name
+    work: Path | None = None
+    try:
+        work = Path(mkdtemp(".tmp", f".{whole.name[:KEPT]}.", whole.parent))
+        yield work
+        clear(folder)
+        for piece in sorted(work.iterdir()):
+            piece.replace(folder / piece.name)
+    except OSError as error:
+        raise SfiError(f"trace folder {folder} cannot be written: {error.strerror}") from error
+    finally:
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
+        lock.release()
+        if fresh:
+            with suppress(OSError):  # not empty: the trace is there
+                folder.rmdir()
+
+
+def _describe(path: Path, source: Source, triggers: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
+    # nothing is known of the other program's memory: these settings leave it empty
+    config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
+    heads: dict[int, int] = {}
+    for layer, _ in source.place_U:
+        heads[layer] = heads.get(layer, 0) + 1
+    unknown = dict.fromkeys(("key_width", "value_width", "itemsize", "window"))
+    model = {  # as `describe_model`; widths and bytes are unknown
+        "name": source.tokens.model or UNNAMED,
+        "architecture": POLICY,
+        "layers": [{"layer": layer, "heads": count, **unknown} for layer, count in heads.items()],
+        "query_heads": source.query_heads,
+        **dict.fromkeys(("model_type", "dtype", "weight_bytes", "embedding_bytes", "max_positions")),
+        "vocabulary": None if tokenizer is None else len(tokenizer),
+    }
+    event = RunEvent(
+        batch=1,
+        requests=1,
+        policy=POLICY,
+        backend="",
+        device="",
+        config=config.to_dict(),
+        trigger_token_ids=triggers,
+        model=model,
+        audit=AuditConfig().to_dict(),
+    )
+    facts = {name: getattr(source, name) for name in ("kind", "masses", "block_size")}
+    imported = {"file": path.name, "version": VERSION, **facts}
+    ids = source.tokens.prompt_ids
+    sha256 = None if ids is None else hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest()
+    prompt = {"request": 0, "tokens": source.tokens.prompt_tokens, "sha256": sha256}
+    described = describe_run(event, {"imported": imported}, positions=True, redacted=False)
+    return described | {"backend": None, "device": None, "prompts": [prompt]}
+
+
+def _write(source: Source, folder: Path, manifest: dict[str, Any], tokenizer: Any, progress: Progress) -> None:
+    parts, total = PartFiles(folder, file_metadata(manifest)), len(source.tokens.token_ids)
+    tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
+    layer_U, head_U = np.array(source.place_U).T
+    units, sets, top = np.arange(len(layer_U)), SelectedSets(len(layer_U)), 1
+    attended: list[float] = []
+
+    def add(table: str, rows: int, columns: dict[str, Any]) -> None:
+        tables[table].add_columns(rows, {**dict.fromkeys(TABLES[table].names), "request": 0, **columns})
+
+    for number, step in enumerate(source.steps()):
+        change = sets.replace(units, step.index_UK)
+        known_UK = step.index_UK >= 0
+        key = {"step": number, "layer": layer_U, "head": head_U, "positions": Lists.of(step.index_UK, known_UK)}
+        of_support = {
+            "mass": None if step.mass_UK is None else Lists.of(step.mass_UK, known_UK),
+            "retained_mass": step.retained_U,
+            "overlap_previous_step": change["overlap_previous"],
+            "overlap_last_refresh": change["overlap_previous"],  # every step refreshed
+        }
+        add("supports", len(units), key | of_support)
+        if source.kind == "selections":
+            add("selections", len(units), key | change | {"reason": ""})
+        attended.append(step.attended_tokens)
+        top = max(top, int(change["selected"].max()))
+        if sum(table.nbytes for table in tables.values()) >= PART_BYTES:
+            parts.flush(tables)
+        progress(number + 1, total)
+    text = None if tokenizer is None else TokenText(tokenizer)
+    add("prompts", *_prompt(source.tokens, text))
+    add("steps", total, _steps(source.tokens, manifest["trigger_token_ids"], np.array(attended), text))
+    parts.flush(tables)
+    manifest["audit"]["top"] = manifest["config"]["budget"] = top
+    manifest |= {"finished": now(), "tables": parts.written}
+    write_manifest(folder, manifest)
+
+
+def _prompt(tokens: Tokens, text: TokenText | None) -> tuple[int, dict[str, Any]]:
+    # rows of the table `prompts`, none without ids, and their columns
+    ids = np.empty(0, np.int32) if tokens.prompt_ids is None else tokens.prompt_ids
+    texts = _texts(tokens.prompt_texts, ids, text)
+    return len(ids), {"position": np.arange(len(ids)), "token_id": ids, "token_text": texts}
+
+
+def _steps(tokens: Tokens, triggers: list[int], attended_N: Array, text: TokenText | None) -> dict[str, Any]:
+    # columns of the table `steps`
+    step_N = np.arange(len(attended_N))
+    trigger_N = np.isin(tokens.token_ids, triggers)
+    context_N = tokens.prompt_tokens + step_N
+    return {
+        "step": step_N,
+        "token_id": tokens.token_ids,
+        "token_text": _texts(tokens.texts, tokens.token_ids, text),
+        "attended_tokens": attended_N,
+        "context_tokens": context_N,
+        "position": context_N - 1,
+        "slow": True,
+        "reason": REASON,
+        "steps_since_slow": 0,
+        "sentence": np.cumsum(trigger_N) - trigger_N,
+        "trigger": trigger_N,
+        "read_ratio": attended_N / context_N,
+        "audited": True,
+        "batch_step": step_N,
+        "drafted": False,
+    }
+
+
+def _texts(given: list[str] | None, ids: Ints, text: TokenText | None) -> Array | None:
+    # the file's texts, or what each token adds to the text
+    if given is None and text is not None:
+        given = list(map(text.another(), ids.tolist()))
+    return None if given is None else np.array(given, object)

@@ -34,8 +34,6 @@ COMMON = (
     "trigger_token_ids", "model",
 )  # fmt: skip
 
-Place = tuple[int, int]  # layer, head
-
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
@@ -45,51 +43,47 @@ class Arrays:
     names: tuple[str, ...]
     read: Callable[[str], Any]
 
-    def array(
-        self, name: str, kinds: str, dimensions: tuple[int, ...], part: Callable[[Any], Any] = lambda whole: whole
-    ) -> Array:
-        """Return an array, floating-point tensors as float32.
-
-        `kinds` are the allowed kinds of numpy dtypes, such as "iu"; `dimensions` the allowed numbers of
-        dimensions; `part` cuts out what is wanted, before the conversion. Raises `InputError` for another or
-        a missing array.
-        """
+    def raw(self, name: str) -> Any:
+        """Return an array as its library has it; raises `InputError` for a missing one."""
         if name not in self.names:
             raise InputError(f"import {self.path} must have {name}, got none")
         with readable(self.path):
-            value = np.asarray(plain(part(self.read(name))))
-        if value.dtype.kind not in kinds:
-            wanted = {"i": "whole numbers", "f": "numbers", "U": "strings"}[kinds[0]]
-            raise InputError(f"{name} of {self.path} must be {wanted}, got {value.dtype}")
-        if value.ndim not in dimensions:
-            some = " or ".join(map(str, dimensions))
-            raise InputError(f"{name} of {self.path} must have {some} dimensions, got shape {list(value.shape)}")
+            value = self.read(name)
+            if not isinstance(value, torch.Tensor):
+                value = np.asarray(value)
         return value
+
+    def array(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array:
+        """Return `checked` of a whole array."""
+        return self.checked(name, self.raw(name), kinds, dimensions)
+
+    def checked(self, name: str, value: Any, kinds: str, dimensions: tuple[int, ...]) -> Array:
+        """Return (a part of) an array of `raw`, floating-point tensors as float32.
+
+        Raises `InputError` unless its numpy dtype is of one of `kinds`, such as "iu", and its number of dimensions one
+        of `dimensions`.
+        """
+        with readable(self.path):
+            array = plain(value)
+        if array.dtype.kind not in kinds:
+            wanted = {"i": "whole numbers", "f": "numbers", "U": "strings"}[kinds[0]]
+            raise InputError(f"{name} of {self.path} must be {wanted}, got {array.dtype}")
+        if array.ndim not in dimensions:
+            some = " or ".join(map(str, dimensions))
+            raise InputError(f"{name} of {self.path} must have {some} dimensions, got shape {list(array.shape)}")
+        return array
 
     def maybe(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array | None:
         """Return an array as `array` does, or None if the file has none."""
         return self.array(name, kinds, dimensions) if name in self.names else None
 
-    def number(self, name: str, *, least: int) -> int | None:
-        """Return a whole number, None if the file has none; raises `InputError` for another value."""
+    def number(self, name: str) -> int | None:
+        """Return a positive whole number, None if the file has none; raises `InputError` for another value."""
         number = self.maybe(name, "iu", (0,))
-        if number is not None and not least <= number <= MOST_TOKENS:
-            rule = f"at least {least}" if number < least else f"at most {MOST_TOKENS:,}"
+        if number is not None and not 1 <= number <= MOST_TOKENS:
+            rule = "at least 1" if number < 1 else f"at most {MOST_TOKENS:,}"
             raise InputError(f"{name} of {self.path} must be {rule}, got {number}")
         return None if number is None else int(number)
-
-    def check_version(self) -> None:
-        """Raise `InputError` for a file without the schema's version, or of another one."""
-        if VERSION_NAME not in self.names:
-            raise InputError(f"import {self.path} must have {VERSION_NAME} {VERSION}, got none")
-        with readable(self.path):
-            array = np.asarray(plain(self.read(VERSION_NAME)))
-        version = str(array.item() if array.size == 1 else array.ravel().tolist())
-        if version != str(VERSION):
-            raise InputError(
-                f"import {self.path} has {VERSION_NAME} {printable(version)[:LONGEST]}, this sfi reads {VERSION}; "
-                f"upgrade sfi, or write version {VERSION}"
-            )
 
     def check_names(self, names: Sequence[str], known: Sequence[str]) -> None:
         """Raise `InputError` for an array that the schema does not have, such as a misspelt one."""
@@ -100,10 +94,7 @@ class Arrays:
 
 @contextmanager
 def open_arrays(path: Path) -> Iterator[Arrays]:
-    """Open a .npz or .pt file, running no code from it; its arrays can be read within the block.
-
-    Raises `InputError` if the file cannot be read, has another version, or ends in something else.
-    """
+    """Open a .npz or .pt file for the block, running no code from it; raises `InputError` for another file."""
     if path.suffix not in FORMATS:
         advice = "; docs/import.md makes arrays of its rows" if path.suffix == ".parquet" else ""
         raise InputError(f"import {path} must end in one of {FORMATS}, got {path.suffix or 'nothing'}{advice}")
@@ -117,7 +108,14 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
                 _check_claims(path)
                 file = stack.enter_context(np.load(path, allow_pickle=False))
                 arrays = Arrays(path, tuple(file.files), file.__getitem__)
-        arrays.check_version()
+        with readable(path):
+            version = plain(arrays.raw(VERSION_NAME))
+        number = str(version.item() if version.size == 1 else version.ravel().tolist())
+        if number != str(VERSION):
+            raise InputError(
+                f"import {path} has {VERSION_NAME} {printable(number)[:LONGEST]}, this sfi reads {VERSION}; "
+                f"upgrade sfi, or write version {VERSION}"
+            )
         yield arrays
 
 
@@ -155,42 +153,33 @@ def _pt(path: Path) -> Arrays:
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
             raise ValueError(f"{name} must hold the numbers of its shape, {shown(list(value.shape))}")
-    for number, layers in enumerate(_passes(path, document.get(ATTENTIONS, ()))):
-        values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
-    return Arrays(path, tuple(values), values.__getitem__)
-
-
-def _passes(path: Path, attentions: Any) -> Any:
-    # `generate` returns a tuple of passes, each a tuple of layers; a forward pass returns its layers
-    passes = (attentions,) if _are(attentions, torch.Tensor) and len(attentions) else attentions
+    passes = document.get(ATTENTIONS, ())
+    if _are(passes, torch.Tensor) and len(passes):  # a forward pass returns its layers, `generate` a tuple of passes
+        passes = (passes,)
     if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):
         raise InputError(  # attention other than "eager" returns None for each layer
             f'attentions of {path} must be tuples of tensors, as a model with attn_implementation="eager" '
             "returns them, got something else"
         )
-    return passes
+    for number, layers in enumerate(passes):
+        values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
+    return Arrays(path, tuple(values), values.__getitem__)
 
 
 def _are(values: Any, kind: Any) -> bool:
     return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
 
 
-def plain(value: Any) -> Any:
-    """Return a tensor as a numpy array, floats as float32; return anything else unchanged."""
+def plain(value: Any) -> Array:
+    """Return a tensor as a numpy array, floats as float32; return an array unchanged."""
     if not isinstance(value, torch.Tensor):
-        return value
-    return (value.float() if value.is_floating_point() else value).numpy()
+        return np.asarray(value)
+    return np.asarray((value.float() if value.is_floating_point() else value).numpy())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """A request's prompt, generated ids and texts, T_trig and model; what the file does not say is None.
-
-    Attributes:
-        prompt_tokens: P, known without the ids too.
-        token_ids: The tokens that the steps generated, [N].
-        triggers: T_trig.
-    """
+    """A request's prompt of P tokens, generated ids [N] and texts, T_trig and model; None is what a file lacks."""
 
     prompt_tokens: int
     prompt_ids: Ints | None
@@ -203,7 +192,7 @@ class Tokens:
     @classmethod
     def of(cls, arrays: Arrays) -> Self:
         """Read the tokens of a file; raises `InputError` if tokens are missing or disagree."""
-        token_ids, prompt_ids, prompt_tokens = _ids(arrays, "token_ids"), None, arrays.number("prompt_tokens", least=1)
+        token_ids, prompt_ids, prompt_tokens = _ids(arrays, "token_ids"), None, arrays.number("prompt_tokens")
         if "prompt_token_ids" in arrays.names:
             prompt_ids = _ids(arrays, "prompt_token_ids")
             if prompt_tokens not in (None, len(prompt_ids)):
@@ -245,34 +234,11 @@ def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Header:
-    """What is known of a file before its steps are read.
-
-    Attributes:
-        kind: "selections" or "attention".
-        place_U: The layers and heads, ascending.
-        query_heads: Query heads of a layer; for selections, the heads.
-        masses: Whether the positions have their probability under dense attention.
-        block_size: Positions of a block; None for positions.
-    """
-
-    kind: str
-    tokens: Tokens
-    place_U: list[Place]
-    query_heads: int
-    masses: bool
-    block_size: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImportedStep:
     """What one step read, checked; step t comes t-th, and has P + t cached tokens, the query's own included.
 
-    Attributes:
-        index_UK: Positions, ascending, padded with -1; int32.
-        mass_UK: Their probabilities under dense attention, 0 where padded; None where unknown.
-        retained_U: Probability of all that the step attended; None where unknown.
-        attended_tokens: Mean tokens read per head.
+    Positions ascend, padded with -1; their probabilities under dense attention, and that of all that the step
+    attended, are None where unknown. `attended_tokens` is the mean over heads.
     """
 
     index_UK: Ints

@@ -1,197 +1,134 @@
 """Imports selections from one array, `positions` or `blocks`: [N, L, K] for all heads, or [N, L, H, K]."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
-from sfi_core.errors import ConfigError, InputError
-from sfi_traces.importing.arrays import COMMON, Arrays, Header, ImportedStep, Tokens
-from sfi_traces.overlap import Array, Floats, Ints
+from sfi_core.errors import InputError
+from sfi_traces.importing.arrays import COMMON, Arrays, ImportedStep, Tokens
+from sfi_traces.overlap import Floats, Ints
+from sfi_traces.schema import MOST_LAYERS
 
-NAMES = ("positions", "blocks", "block_size", "layers", "mass", "scores")
+NAMES = ("positions", "blocks", "block_size", "layers", "mass")
 WITH_HEADS = ("steps", "layers", "heads", "positions")
-LAYERS = 2**15  # most layers of a trace
 PADDING = -1  # fills up the positions or blocks of shorter selections
 MOST_POSITIONS = 1 << 26  # of the blocks of a step
 LAST = np.iinfo(np.int64).max  # sorts padding behind the positions
 ROUNDING = 0.01  # a row of bfloat16 probabilities may add up to so much more than 1
 
-Where = Callable[[int], str]  # names the row of a layer and head, by its index
-
 
 class SelectionArrays:
-    """The steps of a file with one array of selections; `header` is what is known before they are read."""
+    """The steps of a file with one array of selections.
 
-    def __init__(self, arrays: Arrays, top: int | None, kv_heads: int | None) -> None:
-        """Read the arrays; `top` and `kv_heads` as in `import_trace`.
+    Attributes:
+        kind: What the file has.
+        place_U: The layers and heads, ascending.
+        query_heads: Query heads of a layer; of selections, the heads.
+        masses: Whether the positions have their probability under dense attention.
+        block_size: Positions of a block; None for positions.
+    """
 
-        Raises `InputError` for an array that is missing or whose shape contradicts the others, `ConfigError` for an
-        option that does not fit the file.
-        """
+    kind = "selections"
+
+    def __init__(self, arrays: Arrays) -> None:
+        """Read the arrays; raises `InputError` for one that is missing or whose shape contradicts the others."""
         arrays.check_names(arrays.names, (*COMMON, *NAMES))
-        if kv_heads is not None:
-            raise ConfigError("kv-heads is for attention tensors, got selections")
-        self._path, self._top = arrays.path, top
-        self._name = _one_of(arrays, "positions", "blocks")
-        self._block_size = self._checked_block_size(arrays)
-        self._index = arrays.array(self._name, "iu", (3, 4))
-        self._mass, self._scores = (self._beside(arrays, name) for name in ("mass", "scores"))
-        if top is not None and self._mass is None and self._scores is None:
-            got = "neither" if self._block_size is None else "blocks"
-            raise ConfigError(f"top needs positions with mass or scores, got {got}")
-        if 0 in self._index.shape:
-            raise InputError(
-                f"{self._name} of {self._path} must have steps, layers and positions, got shape "
-                f"{list(self._index.shape)}"
-            )
-        self._tokens = Tokens.of(arrays)
-        steps, tokens = len(self._index), len(self._tokens.token_ids)
-        if tokens != steps:
-            raise InputError(f"token_ids of {arrays.path} must be {steps:,}, one for each step, got {tokens:,}")
-        heads = self._heads or 1
-        self.header = Header(
-            kind="selections",
-            tokens=self._tokens,
-            place_U=[(layer, head) for layer in self._layers(arrays) for head in range(heads)],
-            query_heads=heads,
-            masses=self._mass is not None,
-            block_size=self._block_size,
-        )
-
-    def steps(self) -> Iterator[ImportedStep]:
-        """Yield the steps; raises `InputError`, which names the faulty row."""
-        for step in range(len(self._index)):
-            index_UK, mass_UK, score_UK = (
-                None if array is None else np.asarray(array[step]).reshape(-1, array.shape[-1])
-                for array in (self._index, self._mass, self._scores)
-            )
-            assert index_UK is not None, "the file has positions or blocks"
-            yield self._step(step, index_UK, mass_UK, score_UK)
-
-    def _step(self, step: int, index_UK: Ints, mass_UK: Floats | None, score_UK: Floats | None) -> ImportedStep:
-        # sorts positions or blocks, given in any order and padded with -1; keeps the best `top` if that is given
-        length, where = self._tokens.prompt_tokens + step, self._where(step)
-        if self._block_size is not None:
-            block_UB, _ = _sorted_positions(index_UK, -(-length // self._block_size), where, "block")
-            index_UK = _positions_of_blocks(block_UB, self._block_size, length)
-        else:
-            index_UK, order_UK = _sorted_positions(index_UK, length, where)
-            mass_UK, score_UK = (
-                None if given is None else np.take_along_axis(given, order_UK, -1) for given in (mass_UK, score_UK)
-            )
-        if mass_UK is not None:
-            mass_UK = _checked_mass(mass_UK, index_UK, where)
-        ranks_UK = score_UK if mass_UK is None else mass_UK
-        if self._top is not None and ranks_UK is not None:
-            best_UK = strongest(ranks_UK, index_UK, self._top)
-            index_UK = np.take_along_axis(index_UK, best_UK, -1)
-            mass_UK = None if mass_UK is None else np.take_along_axis(mass_UK, best_UK, -1)
-        return ImportedStep(
-            index_UK=index_UK,
-            mass_UK=mass_UK,
-            retained_U=None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1),
-            attended_tokens=float((index_UK >= 0).sum(-1).mean()),
-        )
-
-    def _checked_block_size(self, arrays: Arrays) -> int | None:
-        block_size = arrays.number("block_size", least=1)
-        if (block_size is not None) != (self._name == "blocks"):
-            got = f"{'none' if block_size is None else block_size} with {self._name}"
+        names = [name for name in ("positions", "blocks") if name in arrays.names]
+        if len(names) != 1:
+            got = " and ".join(names) or "neither"
+            raise InputError(f"import {arrays.path} must have positions, blocks or attention.PASS.LAYER, got {got}")
+        (self._name,), self._path = names, arrays.path
+        self.block_size = arrays.number("block_size")
+        if (self.block_size is not None) != (self._name == "blocks"):
+            got = f"{self.block_size or 'none'} with {self._name}"
             raise InputError(f"block_size of {self._path} must come with blocks, got {got}")
-        return block_size
-
-    @property
-    def _heads(self) -> int | None:
-        # None for [N, L, K], one selection for all heads
-        *_, heads, _ = self._index.shape[1:]
-        return int(heads) if self._index.ndim == len(WITH_HEADS) else None
-
-    def _beside(self, arrays: Arrays, name: str) -> Array | None:
-        array = arrays.maybe(name, "f", (3, 4))
-        if array is None:
-            return None
-        if self._name == "blocks":
-            raise InputError(f"{name} of {self._path} must be of positions, got blocks")
-        if array.shape != self._index.shape:
+        self._index = index = arrays.array(self._name, "iu", (3, 4))
+        if 0 in index.shape:
             raise InputError(
-                f"{name} of {self._path} must be {list(self._index.shape)} as {self._name}, got {list(array.shape)}"
+                f"{self._name} of {self._path} must have steps, layers and positions, got shape {list(index.shape)}"
             )
-        return array
+        self._mass = arrays.maybe("mass", "f", (3, 4))
+        self.masses = self._mass is not None
+        if self._mass is not None and (self._name == "blocks" or self._mass.shape != index.shape):
+            got = "blocks" if self._name == "blocks" else str(list(self._mass.shape))
+            raise InputError(f"mass of {self._path} must be {list(index.shape)} as positions, got {got}")
+        self.tokens = Tokens.of(arrays)
+        if len(self.tokens.token_ids) != len(index):
+            got = f"{len(self.tokens.token_ids):,}"
+            raise InputError(f"token_ids of {self._path} must be {len(index):,}, one for each step, got {got}")
+        self._heads = index.shape[2] if index.ndim == len(WITH_HEADS) else None  # None: one selection for all heads
+        self.query_heads = self._heads or 1
+        self.place_U = [(layer, head) for layer in self._layers(arrays) for head in range(self.query_heads)]
 
     def _layers(self, arrays: Arrays) -> list[int]:
-        count = self._index.shape[1]
-        given = arrays.maybe("layers", "iu", (1,))
+        count, given = self._index.shape[1], arrays.maybe("layers", "iu", (1,))
         layers = list(range(count)) if given is None else given.tolist()
         if len(layers) != count:
             raise InputError(f"layers of {self._path} must be {count}, as {self._name} has, got {len(layers)}")
-        if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < LAYERS:
-            raise InputError(f"layers of {self._path} must ascend, in 0 to {LAYERS - 1}, got {layers}")
+        if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < MOST_LAYERS:
+            raise InputError(f"layers of {self._path} must ascend, in 0 to {MOST_LAYERS - 1}, got {layers}")
         return layers
 
-    def _where(self, row: int) -> Where:
-        heads = self._heads
+    def steps(self) -> Iterator[ImportedStep]:
+        """Yield the steps; raises `InputError`, which names the faulty row."""
+        for step, index in enumerate(self._index):
+            index_UK, length = index.reshape(-1, index.shape[-1]), self.tokens.prompt_tokens + step
+            mass_UK = None
+            if self.block_size is not None:
+                block_UB, _ = self._sorted(step, index_UK, -(-length // self.block_size), "block")
+                index_UK = _positions_of_blocks(block_UB, self.block_size, length)
+            else:
+                index_UK, order_UK = self._sorted(step, index_UK, length, "position")
+                if self._mass is not None:
+                    given_UK = np.asarray(self._mass[step]).reshape(index_UK.shape)
+                    mass_UK = self._checked_mass(step, np.take_along_axis(given_UK, order_UK, -1), index_UK)
+            yield ImportedStep(
+                index_UK=index_UK,
+                mass_UK=mass_UK,
+                retained_U=None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1),
+                attended_tokens=float((index_UK >= 0).sum(-1).mean()),
+            )
 
-        def name(unit: int) -> str:
-            place = str(unit) if heads is None else f"{unit // heads}, {unit % heads}"
-            return f"{self._name}[{row}, {place}] of {self._path}"
+    def _refused(self, step: int, unit: int, words: str) -> InputError:
+        # the error that names the row of a layer and head
+        place = str(unit) if self._heads is None else f"{unit // self._heads}, {unit % self._heads}"
+        return InputError(f"{self._name}[{step}, {place}] of {self._path}: {words}")
 
-        return name
+    def _sorted(self, step: int, position_UK: Ints, length: int, what: str) -> tuple[Ints, Ints]:
+        # each row's positions or blocks, all below `length`, ascending, padding last; and the order
+        given_UK = position_UK.astype(np.int64)
+        for wrong_UK, rule in (
+            (given_UK < PADDING, f"must be at least 0, or {PADDING} for padding"),
+            (given_UK >= length, f"must be below {length:,}, the step's {what}s"),
+        ):
+            if wrong_UK.any():
+                unit, rank = np.argwhere(wrong_UK)[0]
+                raise self._refused(step, int(unit), f"{what} {rule}, got {given_UK[unit, rank]:,}")
+        order_UK = np.argsort(np.where(given_UK == PADDING, LAST, given_UK), axis=-1, kind="stable")
+        sorted_UK = np.take_along_axis(given_UK, order_UK, -1)
+        twice_UK = (sorted_UK[:, 1:] == sorted_UK[:, :-1]) & (sorted_UK[:, 1:] != PADDING)
+        if twice_UK.any():
+            unit, rank = np.argwhere(twice_UK)[0]
+            words = f"{what}s must be different ones, got {sorted_UK[unit, rank]:,} twice"
+            raise self._refused(step, int(unit), words)
+        return sorted_UK.astype(np.int32), order_UK
 
-
-def _one_of(arrays: Arrays, first: str, second: str) -> str:
-    names = [name for name in (first, second) if name in arrays.names]
-    if len(names) != 1:
-        got = " and ".join(names) or "neither"
-        raise InputError(f"import {arrays.path} must have {first}, {second} or attention.PASS.LAYER, got {got}")
-    return names[0]
-
-
-def _sorted_positions(position_UK: Ints, length: int, where: Where, what: str = "position") -> tuple[Ints, Ints]:
-    """Sort each row's positions, all below `length`, padding (-1) last; return the order too.
-
-    Raises `InputError` for a number out of range, or twice in its row; `where` names the row.
-    """
-    given_UK = position_UK.astype(np.int64)
-    for wrong_UK, rule in (
-        (given_UK < PADDING, f"must be at least 0, or {PADDING} for padding"),
-        (given_UK >= length, f"must be below {length:,}, the step's {what}s"),
-    ):
+    def _checked_mass(self, step: int, mass_UK: Floats, index_UK: Ints) -> Floats:
+        # as float32, 0 where padded
+        out_UK = np.where(index_UK >= 0, mass_UK, 0).astype(np.float32)
+        wrong_UK = ~((out_UK >= 0) & (out_UK <= 1 + ROUNDING))  # NaN too
         if wrong_UK.any():
             unit, rank = np.argwhere(wrong_UK)[0]
-            raise InputError(f"{where(int(unit))}: {what} {rule}, got {given_UK[unit, rank]:,}")
-    key_UK = np.where(given_UK == PADDING, LAST, given_UK)
-    order_UK = np.argsort(key_UK, axis=-1, kind="stable")
-    sorted_UK = np.take_along_axis(given_UK, order_UK, -1)
-    twice_UK = (sorted_UK[:, 1:] == sorted_UK[:, :-1]) & (sorted_UK[:, 1:] != PADDING)
-    if twice_UK.any():
-        unit, rank = np.argwhere(twice_UK)[0]
-        raise InputError(f"{where(int(unit))}: {what}s must be different ones, got {sorted_UK[unit, rank]:,} twice")
-    return sorted_UK.astype(np.int32), order_UK
-
-
-def _checked_mass(mass_UK: Floats, index_UK: Ints, where: Where) -> Floats:
-    """Return the masses as float32, 0 where padded.
-
-    Raises `InputError` for a mass that is no probability, or a row whose sum is above 1.
-    """
-    known_UK = index_UK >= 0
-    out_UK = np.where(known_UK, mass_UK, 0).astype(np.float32)
-    wrong_UK = ~((out_UK >= 0) & (out_UK <= 1 + ROUNDING))  # NaN too
-    if wrong_UK.any():
-        unit, rank = np.argwhere(wrong_UK)[0]
-        raise InputError(f"{where(int(unit))}: mass must be in 0 to 1, got {out_UK[unit, rank]:g}")
-    total_U = out_UK.sum(-1)
-    if (total_U > 1 + ROUNDING).any():
-        unit = int(total_U.argmax())
-        raise InputError(f"{where(unit)}: masses must add up to 1 at most, got {total_U[unit]:g}")
-    return out_UK
+            raise self._refused(step, int(unit), f"mass must be in 0 to 1, got {out_UK[unit, rank]:g}")
+        total_U = out_UK.sum(-1)
+        if (total_U > 1 + ROUNDING).any():
+            unit = int(total_U.argmax())
+            raise self._refused(step, unit, f"masses must add up to 1 at most, got {total_U[unit]:g}")
+        return out_UK
 
 
 def _positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
-    """Return the cached positions of ascending blocks: [U, B * block_size], padded with -1.
-
-    Raises `InputError` for more positions than a step can have.
-    """
+    # cached positions of ascending blocks: [U, B * block_size], padded with -1
     size = min(block_size, length)  # a block may be longer than what is cached
     if block_UB.size * size > MOST_POSITIONS:
         raise InputError(f"blocks must be of {MOST_POSITIONS:,} positions a step at most, got {block_UB.size * size:,}")
@@ -200,10 +137,3 @@ def _positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:
     known_UBS = (block_UB[:, :, None] >= 0) & (position_UBS < length)
     # padding stays last: blocks ascend, and only the last block may be cut short
     return np.where(known_UBS, position_UBS, PADDING).reshape(len(block_UB), -1).astype(np.int32)
-
-
-def strongest(score_UK: Floats, index_UK: Ints, top: int) -> Ints:
-    """Return the indices of each row's `top` best positions, ascending; the first of equal ones."""
-    score_UK = np.where(index_UK >= 0, score_UK, -np.inf)
-    best_UK = np.argsort(-score_UK, axis=-1, kind="stable")[:, :top]
-    return np.sort(best_UK, axis=-1)

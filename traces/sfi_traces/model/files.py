@@ -24,8 +24,8 @@ def _number(most: int, least: int = 0) -> Any:
 
 
 def _few_places(layers: list[Any]) -> list[Any]:
-    numbers = [one.layer for one in layers]
-    if numbers != sorted(set(numbers)) or sum(one.heads for one in layers) > MOST_PLACES:
+    numbers = [entry.layer for entry in layers]
+    if numbers != sorted(set(numbers)) or sum(entry.heads for entry in layers) > MOST_PLACES:
         raise ValueError(f"must ascend, with {MOST_PLACES:,} KV heads at most")
     return layers
 
@@ -70,7 +70,7 @@ SCHEMA = _table(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a trace's manifest; raises `TraceError` where there is none, if it breaks the schema, or is of one rank."""
+    """Read a trace's manifest; raises `TraceError` where there is none, or if it breaks the schema."""
     try:
         document = parse_json(read_file(folder / MANIFEST))
         version = document["schema_version"]
@@ -81,14 +81,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if type(version) is int and version > SCHEMA_VERSION:
         raise TraceError(f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi")
     try:
-        manifest: dict[str, Any] = SCHEMA.model_validate(document).model_dump(exclude_unset=True)
+        return dict(SCHEMA.model_validate(document).model_dump(exclude_unset=True))
     except ValidationError as error:
         raise TraceError(f"trace {folder} has a {MANIFEST} {_fault(error)}") from error
-    if "rank" in manifest and manifest.get("ranks", 1) > 1:
-        raise TraceError(
-            f"trace {folder} must be of all ranks, got a part that an earlier sfi wrote; record the run again"
-        )
-    return manifest
 
 
 def _fault(error: ValidationError) -> str:
@@ -101,20 +96,13 @@ def _fault(error: ValidationError) -> str:
 
 MOST_VALUES = 1 << 27  # of a column of a part: half a GB of int32
 DAMAGED = (OSError, pa.ArrowException, ValueError, OverflowError, MemoryError)  # what Arrow raises for a damaged part
-# columns that are never null, of every table that has them
+# columns that are never null, of the named table or of every one that has them
 NEVER_NULL = {
-    "request", "step", "layer", "head", "position", "slow", "reason", "sentence", "trigger", "attended_tokens",
-    "context_tokens", "base", "drafted", "accepted", "begin_us", "name", "stream", "rows", "kl_next_token",
-    "argmax_agrees", "steps_since_slow", "read_ratio", "elapsed_us", "positions",
+    "request", "step", "head", "position", "slow", "sentence", "trigger", "attended_tokens", "context_tokens", "base",
+    "accepted", "begin_us", "name", "stream", "rows", "kl_next_token", "argmax_agrees", "steps_since_slow",
+    "read_ratio", "selections.layer", "recalls.layer", "supports.layer", "supports.positions", "steps.reason",
+    "verifications.reason", "verifications.drafted", "timings.elapsed_us",
 }  # fmt: skip
-MAY_BE_NULL = {
-    "selections.positions",
-    "selections.reason",
-    "steps.drafted",
-    "steps.elapsed_us",
-    "timings.layer",
-    "verifications.elapsed_us",
-}  # but for these
 # the least and the greatest number, where they are not -1 and `MOST_TOKENS`
 RANGES = {
     "context_tokens": (1, MOST_TOKENS), "layer": (0, MOST_LAYERS - 1), "head": (0, MOST_HEADS - 1),
@@ -183,7 +171,7 @@ def checked(rows: pa.Table, table: str) -> pa.Table:
 
 
 def _check_nulls(table: str, name: str, nulls: int) -> None:
-    if nulls and name in NEVER_NULL and f"{table}.{name}" not in MAY_BE_NULL:
+    if nulls and not NEVER_NULL.isdisjoint((name, f"{table}.{name}")):
         raise ValueError(f"{name} must have a value, got null")
 
 

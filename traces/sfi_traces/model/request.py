@@ -13,11 +13,25 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections, StepReads
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
-from sfi_traces.model.supports import MOST_POSITIONS, Supports, thinning
-from sfi_traces.model.trace import Place, Trace, check_known, connect_to_part, of_request, of_steps, rows_of
+from sfi_traces.model.supports import COLUMNS, MOST_POSITIONS, Supports, thinning
+from sfi_traces.model.trace import Place, Trace, check_known, of_steps, rows_of
 from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
 
+# spans carry the first request of their run: `batch` is the last request with spans up to this one; a request that had
+# to wait has a prefill later than step 0 of the batch
+VIEWS = """
+    CREATE TEMP VIEW batches AS
+    SELECT steps.request, max(spans.request) AS batch
+    FROM (SELECT DISTINCT request FROM steps) steps
+    JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request
+    GROUP BY steps.request;
+    CREATE TEMP VIEW timed_steps AS
+    SELECT steps.* REPLACE (coalesce(batch_step, step) AS batch_step), batch
+    FROM steps JOIN batches USING (request);
+    CREATE TEMP VIEW prefills AS
+    SELECT DISTINCT request, step FROM timings WHERE step <= 0 OR name = 'prefill'
+"""
 PAIRS = 4096  # of lists of positions compared at once
 OF_SUPPORTS = (
     "layer", "head", "positions", "mass", "read", "retained_mass", "overlap_previous_step", "overlap_last_refresh",
@@ -60,7 +74,7 @@ class Request:
         check_known("head", [head], range(max(heads, default=0)))
         self._in_sql = index if every or index is not None else self.requests[0]
         self.index: int = self.requests[0] if index is None else index
-        self.rows = of_request(table, self.index).sort_by("step")
+        self.rows = table.filter(rows_of(self.index)).sort_by("step")
         self.places: list[Place] = [
             (entry["layer"], number)
             for entry in layers
@@ -172,13 +186,18 @@ class Request:
         self.trace.require_audit()
         layer = self.trace.rows("supports", ["layer"], self.wanted)["layer"]
         if not len(layer):
-            raise TraceError(self._lacks_supports())
+            where = f"request {self.index}"
+            for name, value in (("layer", self.layer), ("KV head", self.head)):
+                where += "" if value is None else f", {name} {value}"
+            option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
+            raise TraceError(f"trace {self.trace.path} has no supports of {where}; record it with {option}")
         every = thinning(len(layer) * self.trace.manifest["audit"]["top"], MOST_POSITIONS)
         return self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
 
     def supports_where(self, wanted: pc.Expression) -> Supports:
-        """Read the supports of the rows that a filter wants, at least one."""
-        return Supports.read(self.trace, self.index, self.steps, self.wanted & wanted)
+        """Read the supports that a filter wants, at least one."""
+        rows = self.trace.rows("supports", COLUMNS, self.wanted & wanted)
+        return Supports.of(self.trace.manifest, self.index, self.steps, rows)
 
     @property
     def k(self) -> int:
@@ -192,8 +211,29 @@ class Request:
 
     @cached_property
     def connection(self) -> duckdb.DuckDBPyConnection:
-        """DuckDB on the trace, with views of the chosen rows; see `connect_to_part`."""
-        return connect_to_part(self.trace, self._in_sql, self.layer)
+        """DuckDB on the trace, with the rows of the request and layer as `chosen_steps`, ...
+
+        `chosen_timings` has the first rank's alone, for ranks run in parallel, so that their times do not add up; a
+        layer does not limit it.
+        """
+        connection, request = self.trace.connect(), self._in_sql
+        connection.execute(VIEWS)
+        for name, schema in TABLES.items():
+            where = ["true"]
+            if request is not None and name == "timings":
+                steps = f"SELECT batch, batch_step FROM timed_steps WHERE request = {request:d}"  # noqa: S608 - a number
+                # step -1 has pieces of the first prompts, which belong to step 0
+                where.append(f"(request, greatest(step, 0)) IN ({steps})")
+            elif request is not None:
+                where.append(f"request = {request:d}")
+            if name == "timings":
+                where.append("coalesce(rank, 0) = 0")
+            elif self.layer is not None and "layer" in schema.names:
+                where.append(f"layer = {self.layer:d}")
+            connection.execute(
+                f"CREATE TEMP VIEW chosen_{name} AS SELECT * FROM {name} WHERE {' AND '.join(where)}"  # noqa: S608 - our names, numbers
+            )
+        return connection
 
     def query(self, sql: str, parameters: list[Any] | None = None) -> list[dict[str, Any]]:
         """Return what a query finds."""
@@ -231,10 +271,7 @@ class Request:
         """)  # noqa: S608 - our own names and a number
 
     def choose(self, layers: Collection[int] | None, heads: Collection[int] | None, among: Collection[Place]) -> None:
-        """Take some layers and KV heads of `among` as `places`, and rows of these; None for all.
-
-        Raises `ConfigError` for one that is not among them.
-        """
+        """Take some layers and KV heads of `among` as `places`, None for all; raises `ConfigError` for another."""
         places = sorted(among)
         for at, (name, chosen) in enumerate((("layer", layers), ("head", heads))):
             if chosen is not None:
@@ -243,11 +280,3 @@ class Request:
         self.places = places
         for rows in (self.support_rows, self.selection_rows):
             rows.layers, rows.heads = ({place[at] for place in places} for at in (0, 1))
-
-    def _lacks_supports(self) -> str:
-        where = f"request {self.index}"
-        for name, value in (("layer", self.layer), ("KV head", self.head)):
-            if value is not None:
-                where += f", {name} {value}"
-        option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
-        return f"trace {self.trace.path} has no supports of {where}; record it with {option}"

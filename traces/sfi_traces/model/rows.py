@@ -1,7 +1,6 @@
 """Reads the rows of single steps of a long table, through the row groups that may hold them."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,27 +8,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-from pyarrow import parquet
+import pyarrow.compute as pc
 
-from sfi_traces.model.files import DAMAGED, checked, open_part
+from sfi_traces.model.files import DAMAGED, checked
 from sfi_traces.model.trace import Place, Trace
 from sfi_traces.overlap import Ints
 from sfi_traces.schema import TABLES
 
 KEYS, VALUES = 4, 2  # row groups whose keys and whose columns are cached
-KEY = ("request", "step", "layer", "head")
-
-Range = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """A row group of a part; `request` and `step` are ranges from its statistics."""
-
-    part: Path
-    index: int
-    request: Range
-    step: Range
+KEY = ["request", "step", "layer", "head"]
+UNKNOWN = {"min": -np.inf, "max": np.inf}  # another writer may leave statistics out
 
 
 class Rows:
@@ -43,20 +31,23 @@ class Rows:
         """Read the footers of the parts, and no row; raises `TraceError` for a truncated part."""
         self.layers: Collection[int] | None = None
         self.heads: Collection[int] | None = None
-        self._trace, self._table, self._request, self._columns = trace, table, request, list(columns)
-        self._groups = [
-            group
-            for part in trace.parts(table)
-            for group in _row_groups(trace, part)
-            if group.request[0] <= request <= group.request[1]
-        ]
-        self._nothing = TABLES[table].empty_table().select(self._columns)
+        self._trace, self._table, self._request = trace, table, request
+        source, names = trace.dataset(table), list(columns)
+        self._nothing = TABLES[table].empty_table().select(names)
+        self._groups: list[tuple[Any, float, float]] = []  # row groups, with their first and last step
+        for part in [] if isinstance(source, pa.Table) else source.get_fragments():
+            try:
+                for group in part.split_by_row_group(pc.field("request") == request):
+                    step = group.row_groups[0].statistics.get("step", UNKNOWN)
+                    self._groups.append((group, step["min"], step["max"]))
+            except DAMAGED as error:
+                raise trace.damaged(Path(part.path)) from error
         self._keys = lru_cache(KEYS)(self._read_keys)
-        self._values = lru_cache(VALUES)(lambda group: self._read(group, self._columns).combine_chunks())
+        self._values = lru_cache(VALUES)(lambda group: self._read(group, names).combine_chunks())
 
     def places(self) -> list[Place]:
         """Return the layers and KV heads in the first row group of the request; maybe none."""
-        for group in self._groups:
+        for group, _, _ in self._groups:
             keys = self._keys(group)
             rows = keys["request"] == self._request
             if rows.any():
@@ -66,10 +57,10 @@ class Rows:
     def last(self, step: int) -> int | None:
         """Return the last step up to `step` with a row of the chosen layers and heads."""
         latest: int | None = None
-        for group in sorted(self._groups, key=lambda group: min(group.step[1], step), reverse=True):
-            if group.step[0] > step:
+        for group, first, end in sorted(self._groups, key=lambda group: min(group[2], step), reverse=True):
+            if first > step:
                 continue
-            if latest is not None and min(group.step[1], step) <= latest:
+            if latest is not None and min(end, step) <= latest:
                 break
             keys = self._keys(group)
             steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
@@ -81,15 +72,15 @@ class Rows:
         """Return the rows of one or several steps, of the chosen layers and heads; maybe none."""
         wanted = np.unique(steps)
         pieces = []
-        for group in self._groups:
-            among = wanted[(wanted >= group.step[0]) & (wanted <= group.step[1])]
+        for group, first, end in self._groups:
+            among = wanted[(wanted >= first) & (wanted <= end)]
             if not len(among):
                 continue
             keys = self._keys(group)
             rows = np.flatnonzero(self._chosen(keys) & np.isin(keys["step"], among))
             if len(rows):
-                first, end = int(rows[0]), int(rows[-1]) + 1
-                pieces.append(self._values(group).slice(first, end - first).take(rows - first))
+                begin, stop = int(rows[0]), int(rows[-1]) + 1
+                pieces.append(self._values(group).slice(begin, stop - begin).take(rows - begin))
         return pa.concat_tables(pieces) if pieces else self._nothing
 
     def _chosen(self, keys: dict[str, Ints]) -> npt.NDArray[np.bool_]:
@@ -99,35 +90,12 @@ class Rows:
                 chosen &= np.isin(keys[name], list(wanted))
         return chosen
 
-    def _read_keys(self, group: RowGroup) -> dict[str, Ints]:
-        table = self._read(group, list(KEY))
+    def _read_keys(self, group: Any) -> dict[str, Ints]:
+        table = self._read(group, KEY)
         return {name: table[name].to_numpy() for name in KEY}
 
-    def _read(self, group: RowGroup, columns: list[str]) -> pa.Table:
+    def _read(self, group: Any, columns: list[str]) -> pa.Table:
         try:
-            with parquet.ParquetFile(group.part) as file:
-                rows = file.read_row_group(group.index, columns=columns)
-                kinds = pa.schema([TABLES[self._table].field(name) for name in rows.column_names])
-                return checked(rows.cast(kinds), self._table)  # another writer may have other types
+            return checked(group.to_table(schema=TABLES[self._table], columns=columns), self._table)
         except DAMAGED as error:
-            raise self._trace.damaged(group.part) from error
-
-
-def _row_groups(trace: Trace, part: Path) -> list[RowGroup]:
-    try:
-        metadata = open_part(part)
-    except DAMAGED as error:
-        raise trace.damaged(part) from error
-    groups = []
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        columns = [group.column(at) for at in range(metadata.num_columns)]
-        ranges = {column.path_in_schema: _range(column) for column in columns}
-        groups.append(RowGroup(part, index, ranges["request"], ranges["step"]))
-    return groups
-
-
-def _range(column: Any) -> Range:
-    bounds = column.statistics  # another writer may leave them out
-    known = bounds is not None and bounds.has_min_max and isinstance(bounds.min, int)
-    return (bounds.min, bounds.max) if known else (-np.inf, np.inf)
+            raise self._trace.damaged(Path(group.path)) from error

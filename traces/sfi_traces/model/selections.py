@@ -120,12 +120,12 @@ class StepReads:
 class StepMass:
     """Where a step's dense attention lay: by place the positions, their mass, and whether it read them."""
 
-    found: dict[Place, tuple[Positions, npt.NDArray[np.float32], Bools]]
+    by_place: dict[Place, tuple[Positions, npt.NDArray[np.float32], Bools]]
 
     @classmethod
     def of(cls, rows: pa.Table, reads: StepReads) -> Self:
         """Take a step's rows of the table `supports`; those of other layers and heads are left out."""
-        found, places = {}, set(reads.places)
+        by_place, places = {}, set(reads.places)
         for row in rows.sort_by([("layer", "ascending"), ("head", "ascending")]).to_pylist():
             place = row["layer"], row["head"]
             if place in places:
@@ -133,16 +133,16 @@ class StepMass:
                 seen = row["read"]  # an import has none
                 read = reads.of_place(place, position) if seen is None else np.array(seen, bool)
                 mass: Any = np.zeros(len(position)) if row["mass"] is None else np.array(row["mass"], float)
-                found[place] = position, mass, read
-        return cls(found)
+                by_place[place] = position, mass, read
+        return cls(by_place)
 
     def weight(self, context: int, *, read: bool) -> npt.NDArray[np.float64]:
         """Return each position's mean mass over the places that read it, or over those that did not."""
         weight = np.zeros(context)
-        for position, mass, seen in self.found.values():
-            weight[position[seen == read]] += mass[seen == read] / len(self.found)
+        for position, mass, seen in self.by_place.values():
+            weight[position[seen == read]] += mass[seen == read] / len(self.by_place)
         return weight
 
     def marks(self, *, read: bool) -> dict[Place, Positions]:
         """Return the positions that each place read, or did not read."""
-        return {place: position[seen == read] for place, (position, _, seen) in self.found.items()}
+        return {place: position[seen == read] for place, (position, _, seen) in self.by_place.items()}

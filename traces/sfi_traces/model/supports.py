@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.steps import Floats, Ints, Positions, Steps
-from sfi_traces.model.trace import Place, Trace, check_known, of_request
+from sfi_traces.model.trace import Place, Trace, check_known, rows_of
 from sfi_traces.overlap import coefficients, padded
 
 MOST_POSITIONS = 1 << 25  # in memory at once; a quarter of a GB, and its copies
@@ -55,12 +55,10 @@ class Supports:
         layers: Collection[int] | None = None,
         heads: Collection[int] | None = None,
     ) -> list[Self]:
-        """Read the supports of one request, or of all, for a replay; optionally of some layers and KV heads.
+        """Read the supports of one request, or of all, for a replay; None for all layers that fast steps change.
 
-        Layers that the run left dense are left out. A request ends with its last wholly recorded step.
-
-        Raises `TraceError` without an audit of every step, `ConfigError` for a request, layer or head that the trace
-        lacks.
+        A request ends with its last wholly recorded step. Raises `TraceError` without an audit of every step,
+        `ConfigError` for a request, layer or head that the trace lacks.
         """
         trace.require_audit(every_step=True)
         steps = _chosen(trace.table("steps"), request=request)
@@ -71,19 +69,14 @@ class Supports:
         place_U = np.unique(_places(table))
         loaded = []
         for index in pc.unique(steps["request"]).sort().to_pylist():
-            of_index = Steps.of(of_request(steps, index).sort_by("step"), trace.manifest)
-            supports = cls.of(trace.manifest, index, of_index, of_request(table, index), place_U)
+            of_index = Steps.of(steps.filter(rows_of(index)).sort_by("step"), trace.manifest)
+            supports = cls.of(trace.manifest, index, of_index, table.filter(rows_of(index)), place_U)
             gap = supports.step_N != np.arange(supports.steps)  # a step whose part was never written
             loaded.append(supports.at(slice(int(np.argmax(gap)))) if gap.any() else supports)
         loaded = [supports for supports in loaded if supports.steps and len(supports.layer_U)]
         if not loaded:
             raise TraceError(f"trace {trace.path} has no audited step of a layer that fast steps change")
         return loaded
-
-    @classmethod
-    def read(cls, trace: Trace, request: int, steps: Steps, wanted: pc.Expression) -> Self:
-        """Read the supports of the rows of a request that a filter wants, at least one."""
-        return cls.of(trace.manifest, request, steps, trace.rows("supports", COLUMNS, wanted))
 
     @classmethod
     def of(

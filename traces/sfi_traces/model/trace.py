@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from pyarrow import dataset
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_traces.model.files import DAMAGED, check_part, checked, read_manifest, read_part
+from sfi_traces.model.files import DAMAGED, check_part, checked, read_manifest
 from sfi_traces.schema import TABLES
 
 FETCHED = 10_000  # rows in memory at once
@@ -82,17 +82,9 @@ class Trace:
 
     def table(self, name: str, columns: list[str] | None = None) -> pa.Table:
         """Read a table; an empty one where the trace has none."""
-        schema = TABLES[name]
-        pieces = []
-        for part in self.parts(name):
-            try:
-                pieces.append(read_part(part, name, columns))
-            except DAMAGED as error:
-                raise self.damaged(part) from error
-        wanted = schema if columns is None else pa.schema([schema.field(c) for c in columns])
-        return pa.concat_tables(pieces) if pieces else wanted.empty_table()
+        return self.rows(name, columns or TABLES[name].names)
 
-    def rows(self, name: str, columns: list[str], where: pc.Expression) -> pa.Table:
+    def rows(self, name: str, columns: list[str], where: pc.Expression | None = None) -> pa.Table:
         """Read the rows and columns that are asked for, skipping row groups that have none of them."""
         source = self.dataset(name)
         if isinstance(source, pa.Table):  # the table has no part
@@ -137,9 +129,9 @@ class Trace:
     ) -> Iterator[dict[str, Any]]:
         """Yield the rows that a query finds in the tables of `connect`."""
         try:
-            found = connection.execute(query, parameters)
-            names = [column[0] for column in found.description]
-            while rows := found.fetchmany(FETCHED):
+            result = connection.execute(query, parameters)
+            names = [column[0] for column in result.description]
+            while rows := result.fetchmany(FETCHED):
                 for row in rows:
                     yield dict(zip(names, row, strict=True))
         except duckdb.InvalidInputException as error:  # raised where Arrow cannot read
@@ -148,9 +140,9 @@ class Trace:
     def batches(self, connection: duckdb.DuckDBPyConnection, query: str, rows: int) -> Iterator[pa.RecordBatch]:
         """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch."""
         try:
-            found: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
-            yield pa.RecordBatch.from_pylist([], found.schema)
-            yield from found
+            reader: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
+            yield pa.RecordBatch.from_pylist([], reader.schema)
+            yield from reader
         except (duckdb.InvalidInputException, OSError) as error:
             raise self.unreadable() from error
 
@@ -190,63 +182,10 @@ def of_steps(steps: np.ndarray) -> pc.Expression:
     return (at >= among[0]) & (at <= among[-1]) & at.isin(among)
 
 
-def of_request(table: pa.Table, request: int) -> pa.Table:
-    """Return a request's rows of a table; maybe none."""
-    return table.filter(pc.field("request") == request)
-
-
-QUANTILES = (0.05, 0.5, 0.95)
-# spans carry the first request of their run: the last request with spans up to this one
-BATCHES = """
-    CREATE TEMP VIEW batches AS
-    SELECT steps.request, max(spans.request) AS batch
-    FROM (SELECT DISTINCT request FROM steps) steps
-    JOIN (SELECT DISTINCT request FROM timings) spans ON spans.request <= steps.request
-    GROUP BY steps.request
-"""
-TIMED_STEPS = """
-    CREATE TEMP VIEW timed_steps AS
-    SELECT steps.* REPLACE (coalesce(batch_step, step) AS batch_step), batch
-    FROM steps JOIN batches USING (request)
-"""
-# a request that had to wait has a prefill later than step 0 of the batch
-PREFILLS = """
-    CREATE TEMP VIEW prefills AS
-    SELECT DISTINCT request, step FROM timings WHERE step <= 0 OR name = 'prefill'
-"""
-
-
-def connect_to_part(trace: Trace, request: int | None, layer: int | None) -> duckdb.DuckDBPyConnection:
-    """Open DuckDB on the tables, and on the rows of a request and layer as `chosen_steps`, ...; None for all.
-
-    `chosen_timings` has the first rank's alone, for ranks run in parallel, so that their times do not add up; a layer
-    does not limit it.
-    """
-    connection = trace.connect()
-    for view in (BATCHES, TIMED_STEPS, PREFILLS):
-        connection.execute(view)
-    for name, schema in TABLES.items():
-        where = ["true"]
-        if request is not None and name == "timings":
-            batch_steps = f"SELECT batch, batch_step FROM timed_steps WHERE request = {request:d}"  # noqa: S608 - a number
-            # step -1 has pieces of the first prompts, which belong to step 0
-            where.append(f"(request, greatest(step, 0)) IN ({batch_steps})")
-        elif request is not None:
-            where.append(f"request = {request:d}")
-        if name == "timings":
-            where.append("coalesce(rank, 0) = 0")
-        elif layer is not None and "layer" in schema.names:
-            where.append(f"layer = {layer:d}")
-        connection.execute(
-            f"CREATE TEMP VIEW chosen_{name} AS SELECT * FROM {name} WHERE {' AND '.join(where)}"  # noqa: S608 - our names, numbers
-        )
-    return connection
-
-
 def distribution(column: str) -> str:
     """Write the SQL of a column's distribution, without nulls, NaN and infinities."""
     value = f"CASE WHEN isfinite({column}) THEN {column}::DOUBLE END"
-    p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in QUANTILES)
+    p5, p50, p95 = (f"quantile_cont({value}, {share})" for share in (0.05, 0.5, 0.95))
     return (
         f"{{'n': count({value}), 'mean': avg({value}), 'sd': stddev_samp({value}),"
         f" 'p5': {p5}, 'p50': {p50}, 'p95': {p95}, 'min': min({value}), 'max': max({value})}}"

@@ -24,35 +24,47 @@ from sfi_traces.schema import MANIFEST, PART, POSITIONS, SCHEMA_VERSION, TABLES
 if TYPE_CHECKING:  # it comes with torch, which readers of a trace do not load
     from sfi_core.observers.events import RunEvent
 
+# by the kind of a folder: what errors call it, and what to do where one is there
+KINDS = {
+    "trace": ("trace folder", "add --force to overwrite it"),
+    "evaluation": ("results folder", "add --resume to go on with it, --force to replace it"),
+}
 OF_A_RANK = ("query_heads", "weight_bytes", "embedding_bytes")  # a rank's share of the model
 
 
-def claim(folder: Path, *, force: bool) -> FolderLock:
-    """Make the folder, or check that it may be recorded into, and lock it; an old trace stays until `clear`.
+def claim(folder: Path, kind: str = "trace", *, force: bool) -> FolderLock:
+    """Make a folder of a kind, or check that it may be replaced, and lock it; what is in it stays.
 
-    Raises `ConfigError` for a folder with a trace while `force` is off, with other files, or that another process
-    writes; `SfiError` for one that cannot be made or written.
+    Raises `ConfigError` as `check_new`, or if another process writes it; `SfiError` if it cannot be made or written.
     """
+    name, _ = KINDS[kind]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if not is_locked(folder):  # a trace that has just begun has no manifest yet
-            _check(folder, force=force)  # before a lock file is made in a folder that is none of ours
-        lock = FolderLock(folder, "trace folder")
-    except FileExistsError as error:
-        raise ConfigError(f"trace folder {folder} must be a folder, got a file") from error
+            check_new(folder, kind, force=force)  # before a lock file is made in a folder that is none of ours
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(folder, name)
     except OSError as error:
-        raise SfiError(f"trace folder {folder} cannot be written: {error.strerror}") from error
-    _check(folder, force=force)  # another process may have been faster
+        raise SfiError(f"{name} {folder} cannot be written: {error.strerror}") from error
+    check_new(folder, kind, force=force)  # another process may have been faster
     return lock
 
 
-def _check(folder: Path, *, force: bool) -> None:
-    if all(one.name == LOCK for one in folder.iterdir()):
+def check_new(folder: Path, kind: str, *, force: bool) -> None:
+    """Raise `ConfigError` for a file, a folder with other files, or with one of the kind while `force` is off."""
+    name, advice = KINDS[kind]
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{name} {folder} must be a folder, got a file")
+    if not folder.exists() or all(file.name == LOCK for file in folder.iterdir()):
         return
-    if not _is_trace(folder):
-        raise ConfigError(f"trace folder {folder} must be new or empty, got one with other files")
+    try:  # other programs have a manifest.json too
+        document = parse_json((folder / MANIFEST).read_bytes())
+        ours = "schema_version" in document and document.get("kind", "trace") == kind
+    except (OSError, ValueError, TypeError, AttributeError):
+        ours = False
+    if not ours:
+        raise ConfigError(f"{name} {folder} must be new or empty, got one with other files")
     if not force:
-        raise ConfigError(f"trace folder {folder} exists; add --force to overwrite it")
+        raise ConfigError(f"{name} {folder} exists; {advice}")
 
 
 def clear(folder: Path) -> None:
@@ -65,19 +77,12 @@ def clear(folder: Path) -> None:
     (folder / MANIFEST).unlink(missing_ok=True)  # last: a half removed trace is still one
 
 
-def _is_trace(folder: Path) -> bool:
-    # other programs have a manifest.json too
-    try:
-        document = parse_json((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(document, dict) and "schema_version" in document
-
-
 def describe_run(
     event: "RunEvent", provenance: Mapping[str, Any], *, positions: bool, redacted: bool
 ) -> dict[str, Any]:
     """Return the manifest of a run that begins; `provenance` has what only the caller knows, our keys win."""
+    model, ranks = event.model, event.ranks  # with the heads and bytes of all ranks
+    layers = [{**layer, "heads": ranks * layer["heads"]} for layer in model["layers"]]
     return {
         "preset": None,
         **provenance,
@@ -89,20 +94,13 @@ def describe_run(
         "redacted": redacted,
         "positions": positions,
         "audit": None if event.audit is None else dict(event.audit),
-        "model": _whole_model(event),
+        "model": {**model, **{name: ranks * model[name] for name in OF_A_RANK if model.get(name)}, "layers": layers},
         **{name: getattr(event, name) for name in ("policy", "lossless", "backend", "device")},
         "config": dict(event.config),
         "trigger_token_ids": list(event.trigger_token_ids),
         "prompts": [],
         "versions": versions(),
     }
-
-
-def _whole_model(event: "RunEvent") -> dict[str, Any]:
-    # with the heads and bytes of all ranks
-    model, ranks = event.model, event.ranks
-    layers = [{**layer, "heads": ranks * layer["heads"]} for layer in model["layers"]]
-    return {**model, **{name: ranks * model[name] for name in OF_A_RANK if model.get(name)}, "layers": layers}
 
 
 def file_metadata(document: dict[str, Any]) -> dict[str, str]:

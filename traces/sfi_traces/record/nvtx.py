@@ -2,19 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Self
+from typing import Any
 
 from sfi_core.observers.events import BeginStepEvent, RunEvent, StepEvent
 from sfi_core.observers.observer import EVERY_SPAN, NOTHING, SPANS, NullObserver
 
-DOMAIN = "sfi"
-GREEN, RED, AMBER, BLUE = 0xFF2E9E5B, 0xFFD1495B, 0xFFEDAE49, 0xFF3A7CA5
-PURPLE, GREY = 0xFF7B5EA7, 0xFF8D99AE
-COLORS = {  # of steps by their kind, and of spans; grey for others
-    "prefill step": BLUE, "fast step": GREEN, "slow step": RED, "mixed step": AMBER, "prefill": BLUE, "forward": BLUE,
-    "ahead": BLUE, "attention.fast": GREEN, "attention.dense": RED, "attention.mixed": AMBER, "select_before": PURPLE,
-    "selector": PURPLE, "top_k": PURPLE, "pack": PURPLE,
-}  # fmt: skip
+GREY = 0xFF8D99AE  # of spans
+COLORS = {"prefill step": 0xFF3A7CA5, "fast step": 0xFF2E9E5B, "slow step": 0xFFD1495B, "mixed step": 0xFFEDAE49}
 
 
 class NvtxObserver(NullObserver):
@@ -22,14 +16,11 @@ class NvtxObserver(NullObserver):
 
     Runs and steps are start/end ranges, since a span may begin before a step and end within it; spans are
     push/pop ranges. A step's message is its kind alone, so that profilers group by it. A step that gives no token
-    (drafting) ends where the next one begins.
-
-    With `spans` it marks spans in every step, so that none is replayed as a CUDA graph; None marks those of steps that
-    are not replayed, False none. Without a profiler it wants nothing.
+    (drafting) ends where the next one begins. Without a profiler it wants nothing.
     """
 
     def __init__(self, *, spans: bool | None = None) -> None:
-        """Look for a profiler."""
+        """Look for a profiler; `spans` as of `ParquetObserver`."""
         self._domain = _domain()
         if self._domain is None:
             self.wants = frozenset()
@@ -39,14 +30,6 @@ class NvtxObserver(NullObserver):
         self._run: int | None = None
         self._range: int | None = None
         self._left = 0
-
-    def __enter__(self) -> Self:
-        """Start."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close what is open."""
-        self.close()
 
     def close(self) -> None:
         """Close the run's range, and a step's that an error left open."""
@@ -77,9 +60,7 @@ class NvtxObserver(NullObserver):
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Bracket a region with a range."""
-        if SPANS not in self.wants:
-            return NOTHING
-        return self._pushed(self._about(name))
+        return self._pushed(self._about(name)) if SPANS in self.wants else NOTHING
 
     @contextmanager
     def _pushed(self, attributes: Any) -> Iterator[None]:
@@ -107,5 +88,5 @@ def _domain() -> Any:
         return None
     if not nvtx.enabled():
         return None
-    domain = nvtx.get_domain(DOMAIN)
+    domain = nvtx.get_domain("sfi")
     return domain if isinstance(domain, nvtx.Domain) else None

@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.distributed import torchrun
+from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import Ranks
 from sfi_core.observers.events import BeginStepEvent, Event, RunEvent
 from sfi_core.observers.observer import EVERY_SPAN, NOTHING, SPANS, NullObserver
 from sfi_traces.record.folder import claim, describe_run
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.timing import TimingObserver
-from sfi_traces.record.writer import Told, TraceWriter, tensors_of
+from sfi_traces.record.writer import Recorded, TraceWriter, tensors_of
 
 PATIENCE = 0.05  # seconds between hand-overs to the thread, which takes time to wake
 POSITIONS = 1 << 16  # of one refresh, all layers and heads; beyond, they are off by default
@@ -67,7 +67,7 @@ class ParquetObserver(NullObserver):
         self._tokenizer, self._provenance = tokenizer, provenance or {}
         self._warn = warn or (lambda text: warnings.warn(text, RuntimeWarning, stacklevel=2))
         self._watch = watch
-        self._told: list[Told] = []
+        self._waiting: list[Recorded] = []
         self._writer: TraceWriter | None = None
         self._timing: TimingObserver  # the first run names the device
         self._ranks: Ranks  # and the ranks
@@ -83,34 +83,27 @@ class ParquetObserver(NullObserver):
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         """Close the trace, also after an error."""
-        if error is None:
-            self.close()
-        elif isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt):
             self.close("interrupted")
         else:
-            self.close(str(error).partition("\n")[0] or type(error).__name__)
+            self.close(None if error is None else str(error).partition("\n")[0] or type(error).__name__)
 
     def close(self, stopped: str | None = None) -> None:
-        """Write what is left and finish the trace; a second call does nothing.
-
-        `stopped` says why the run ended early: "interrupted", or an error's first line.
-        """
+        """Write what is left and finish the trace, with why the run ended early; a second call does nothing."""
         writer = self._writer
-        if writer is not None and not writer.closed:
-            self._hand_over()
-            try:
+        if writer is not None and writer.closed:
+            return
+        try:
+            if writer is not None:
+                self._hand_over()
                 writer.close(stopped)
-            finally:
-                self._release()
-                self._report()
-        elif writer is None and self._lock is not None:
-            self._release()
+        finally:
+            if self._lock is not None:  # None on all ranks but the first
+                self._lock.release()
+            self._report()
+        if writer is None and self._lock is not None:
             with suppress(OSError):  # not empty: an old trace, which no run has replaced
                 self._folder.rmdir()
-
-    def _release(self) -> None:
-        if self._lock is not None:  # None on all ranks but the first
-            self._lock.release()
 
     @property
     def failure(self) -> OSError | None:
@@ -124,7 +117,7 @@ class ParquetObserver(NullObserver):
         elif isinstance(event, BeginStepEvent):
             self._on_begin_step(event)
         else:
-            self._told.append((event, tensors_of(event)))
+            self._waiting.append((event, tensors_of(event)))
 
     def _on_run(self, event: RunEvent) -> None:
         # begins the trace with the first run
@@ -133,7 +126,7 @@ class ParquetObserver(NullObserver):
         assert not self._writer.closed, "the trace is open"
         self._hand_over()
         self._timing.on_run(event)
-        self._told.append((event, {}))
+        self._waiting.append((event, {}))
 
     def _on_begin_step(self, event: BeginStepEvent) -> None:
         # hands over the steps before: on several ranks always, else if `PATIENCE` has passed since the last time
@@ -142,7 +135,7 @@ class ParquetObserver(NullObserver):
         self._timing.on_begin_step(event)
         if event.not_replayed != self._not_replayed:
             self._not_replayed = event.not_replayed
-            self._told.append((event, {}))
+            self._waiting.append((event, {}))
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Time a region."""
@@ -151,14 +144,18 @@ class ParquetObserver(NullObserver):
         return self._timing.span(name, layer, moved_bytes)
 
     def _begin(self, event: RunEvent) -> TraceWriter:
-        positions = _few(event) if self._positions is None else self._positions
+        positions = self._positions
+        if positions is None:  # sliding layers and those left dense select nothing
+            dense, budget = event.config.get("dense_layers", ()), event.config.get("budget", 0)
+            layers = [row for row in event.model["layers"] if row["window"] is None and row["layer"] not in dense]
+            positions = bool(sum(row["heads"] for row in layers) * event.ranks * budget <= POSITIONS)
         manifest = describe_run(event, self._provenance, positions=positions, redacted=self._redacted)
         manifest |= {"spans": self._spans}
         if self._lock is None and not event.rank:
             self._lock = claim(self._folder, force=self._force)
         self._ranks = Ranks(event.rank, event.ranks).apart()
         clock = self._clock or event.device
-        self._timing = TimingObserver(clock, lambda spans: self._told.append((spans, {})))
+        self._timing = TimingObserver(clock, lambda spans: self._waiting.append((spans, {})))
         rows = TraceRows(
             self._tokenizer,
             positions=positions,
@@ -170,9 +167,9 @@ class ParquetObserver(NullObserver):
     def _hand_over(self) -> None:
         assert self._writer is not None, "a run has begun"
         self._timing.flush()
-        if self._told or self._ranks.size > 1:  # the ranks' batches are the same ones
-            self._writer.put(self._told)
-            self._told = []
+        if self._waiting or self._ranks.size > 1:  # the ranks' batches are the same ones
+            self._writer.put(self._waiting)
+            self._waiting = []
         self._due = time.monotonic() + PATIENCE
         self._report()
 
@@ -180,14 +177,5 @@ class ParquetObserver(NullObserver):
         if self.failure is not None and not self._warned:
             self._warned = True
             self._warn(f"trace {self._folder} ends here, the run goes on: {self.failure.strerror}")
-        while self._writer is not None and self._writer.found:
-            self._warn(f"warning: {self._writer.found.popleft()}")
-
-
-def _few(event: RunEvent) -> bool:
-    # sliding layers and those left dense select nothing
-    dense, budget = event.config.get("dense_layers", ()), event.config.get("budget", 0)
-    heads = sum(
-        layer["heads"] for layer in event.model["layers"] if layer["window"] is None and layer["layer"] not in dense
-    )
-    return bool(heads * event.ranks * budget <= POSITIONS)
+        while self._writer is not None and self._writer.warnings:
+            self._warn(f"warning: {self._writer.warnings.popleft()}")

@@ -3,7 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -13,15 +13,12 @@ from sfi_core.observers.observer import HANDLERS
 from sfi_traces.overlap import Overlap, SelectedSets
 from sfi_traces.record.folder import Lists, TableBuffer
 from sfi_traces.record.timing import Span
-from sfi_traces.record.token_text import TokenText
 from sfi_traces.schema import TABLES
 
 Array = npt.NDArray[Any]
 Place = tuple[int, int]  # request, layer
-DIAGNOSTICS = (
-    "lambda_star", "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy", "query_cosine",
-    "unread_estimate", "score_margin",
-)  # fmt: skip
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MOST = 4  # bytes of a character: so many replacements in a row are no beginning of one
 # columns of supports whose tensors have other names
 OTHER_NAMES = {"retained_mass": "retained_H", "retained_mass_min": "retained_min_H"}
 
@@ -137,9 +134,9 @@ class TraceRows:
             return
         sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
+            **dict.fromkeys(TABLES["selections"].names, np.nan),
             **self._key(event),
             "head": heads + self._first_head[event.layer],
-            **dict.fromkeys(DIAGNOSTICS, np.nan),
             **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
             **sets.replace(heads, index_HK[heads]),
             "positions": Lists.of(index_HK[heads], kept_HK) if self._positions else None,
@@ -232,3 +229,49 @@ def _objects(texts: Iterable[str]) -> Array:
 
 def _overlap(first: Array | None, second: Array) -> Array | float:
     return np.nan if first is None else Overlap.of(first, second).coefficient
+
+
+class TokenText:
+    """Text of one token after the other. A character that is split over tokens comes with its last token.
+
+    The tokens before have an empty text. A character that the sequence's end cuts off is left out.
+    """
+
+    def __init__(self, tokenizer: Any, whole: dict[int, str | None] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._whole: dict[int, str | None] = {} if whole is None else whole
+        self._parts: list[int] = []  # tokens of a character that is not whole yet
+
+    def another(self) -> Self:
+        """Begin another sequence of this tokenizer's tokens."""
+        return type(self)(self._tokenizer, self._whole)
+
+    def __call__(self, token_id: int) -> str:
+        """Return what the sequence's next token adds to its text."""
+        parts, whole = self._parts, self._look_up(token_id)
+        if whole is not None:
+            self._parts = []
+            return self._decode(parts) + whole if parts else whole
+        parts.append(token_id)
+        text = self._decode(parts)
+        if text.endswith(REPLACEMENT) and not text.endswith(MOST * REPLACEMENT):
+            return ""
+        self._parts = []
+        return text
+
+    def alone(self, token_id: int) -> str:
+        """Return the text of a token by itself: U+FFFD stands for a part of a character."""
+        whole = self._look_up(token_id)
+        return self._decode([token_id]) if whole is None else whole
+
+    def _look_up(self, token_id: int) -> str | None:
+        # None for a token with only some bytes of a character
+        if token_id not in self._whole:
+            alone = self._decode([token_id])
+            # SentencePiece drops a text's first space: take what a second copy of the token adds
+            whole = None if REPLACEMENT in alone else self._decode([token_id, token_id])[len(alone) :]
+            self._whole[token_id] = whole
+        return self._whole[token_id]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))

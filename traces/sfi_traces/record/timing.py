@@ -90,7 +90,6 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._origin = time.perf_counter_ns()
         self._streams = {torch.cuda.current_stream(device).cuda_stream: "main"}
         self.anchor = Anchor(self.record()[0], None)
 
@@ -104,12 +103,8 @@ class DeviceClock:
         stream = torch.cuda.current_stream(self._device)
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
-        name = self._streams.setdefault(stream.cuda_stream, self._new_name())
-        return event, name
-
-    def _new_name(self) -> str:
         others = sum(name != "main" for name in self._streams.values())
-        return f"side {others}" if others else "side"
+        return event, self._streams.setdefault(stream.cuda_stream, f"side {others}" if others else "side")
 
 
 class Anchor:
@@ -119,18 +114,13 @@ class Anchor:
         self._event, self._before = event, before
         self._at_us = 0.0
 
-    def at_us(self) -> float:
-        """Return when the event passed; waits for it."""
-        if self._before is not None:
-            self._at_us, self._before = self._before.until_us(self._event), None
-        return self._at_us
-
     def until_us(self, event: torch.cuda.Event) -> float:
         """Return when another event passed; waits for both."""
         self._event.synchronize()
         event.synchronize()
-        passed_us: float = self._event.elapsed_time(event) * 1e3
-        return self.at_us() + passed_us
+        if self._before is not None:
+            self._at_us, self._before = self._before.until_us(self._event), None
+        return self._at_us + float(self._event.elapsed_time(event)) * 1e3
 
 
 class DeviceSpan:

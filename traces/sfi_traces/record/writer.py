@@ -34,7 +34,7 @@ TENSORS = {
 OF_EVERY_RANK = ("selections", "supports", "timings")
 ORDER = ("request", "step", "layer", "head")  # of the rows of several ranks
 
-Told = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
+Recorded = tuple[Any, Mapping[str, torch.Tensor]]  # an event and its tensors by name
 
 
 class TraceWriter:
@@ -42,7 +42,7 @@ class TraceWriter:
 
     Parts of all tables are written together, `steps` last, so that a recorded step has its other rows too:
     when 64 MiB wait, or after a tenth of the run's time so far (at least 2, at most 60 seconds). A killed run
-    loses no more than that. `failure` is the OSError that ended writing; later events are dropped. `found` has what
+    loses no more than that. `failure` is the OSError that ended writing; later events are dropped. `warnings` has what
     `watch`, called after parts, returned and nobody has taken yet.
 
     Of several ranks the first writes: after each batch of events, the same on every rank, the others give it their
@@ -61,7 +61,7 @@ class TraceWriter:
         self._ranks, self._writes = ranks, ranks.number == 0
         self.failure: OSError | None = None
         self.closed = False
-        self.found: deque[str] = deque()
+        self.warnings: deque[str] = deque()
         self._watch = watch if self._writes else None
         self._over = False  # whether the thread has taken END from the queue
         self._error: BaseException | None = None
@@ -73,10 +73,10 @@ class TraceWriter:
         self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
         self._thread.start()
 
-    def put(self, told: Sequence[Told]) -> None:
+    def put(self, items: Sequence[Recorded]) -> None:
         """Queue some events; waits only for room."""
         if self.failure is None or self._ranks.size > 1:
-            self._queue.put(Batch(told))
+            self._queue.put(Batch(items))
 
     def close(self, stopped: str | None) -> None:
         """Write what is left and the final manifest; `stopped` says why the run ended early."""
@@ -85,10 +85,11 @@ class TraceWriter:
         self._thread.join()
         if self._error is not None:
             raise self._error
-        if self._writes:
-            self._finish(stopped if self.failure is None else _reason(self.failure))
-
-    def _finish(self, stopped: str | None) -> None:
+        if not self._writes:
+            return
+        if self.failure is not None:
+            what = "disk full" if self.failure.errno == errno.ENOSPC else "write failed"
+            stopped = f"{what}: {self.failure.strerror}"
         ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
         try:
             write_manifest(self._folder, self._manifest | ended)
@@ -124,7 +125,7 @@ class TraceWriter:
                 break
             if self._elapsed() >= due or self._rows.nbytes >= PART_BYTES:
                 self._flush()
-                self.found += self._watch(self._folder) if self._watch else ()
+                self.warnings += self._watch(self._folder) if self._watch else ()
                 due = next_parts(self._elapsed())
         self._flush()
 
@@ -162,23 +163,21 @@ class TraceWriter:
 
 def tensors_of(event: Event) -> dict[str, torch.Tensor]:
     """Return an event's tensors by name, a selection's diagnostics among them."""
-    found = {name: getattr(event, name) for name in TENSORS[type(event)]}
-    return {
-        **{name: tensor for name, tensor in found.items() if tensor is not None},
-        **getattr(event, "diagnostics", {}),
-    }
+    tensors = {name: getattr(event, name) for name in TENSORS[type(event)]} | getattr(event, "diagnostics", {})
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-class Readback:
-    """Copies of some tensors on the host, of `nbytes` in all.
+class Batch:
+    """Events for the thread, their tensors on the way to the host; `nbytes` is its size.
 
     CUDA tensors are joined by type and copied to pinned memory asynchronously; the caller must not write to
-    others before `wait`.
+    others before `values`.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
-        self._tensors = list(tensors)
+    def __init__(self, items: Sequence[Recorded]) -> None:
+        self._items = items
+        self._tensors = tensors = [tensor for _, named in items for tensor in named.values()]
+        self.nbytes = sum(tensor.nbytes for tensor in tensors) + EVENT_BYTES * max(1, len(items))
         self._copies: list[tuple[list[int], torch.Tensor]] = []
         self._events: list[torch.cuda.Event] = []
         groups: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -192,7 +191,7 @@ class Readback:
             event.record(torch.cuda.current_stream(device))
             self._events.append(event)
 
-    def wait(self) -> list[npt.NDArray[Any]]:
+    def values(self) -> list[npt.NDArray[Any]]:
         """Return the tensors' values in order, once they are on the host; floats as float32."""
         for event in self._events:
             event.synchronize()
@@ -202,26 +201,17 @@ class Readback:
                 self._tensors[place] = piece.view(self._tensors[place].shape)
         return [(tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy() for tensor in self._tensors]
 
+    def give(self, rows: TraceRows) -> None:
+        """Add the events to the rows."""
+        arrays = iter(self.values())
+        for event, tensors in self._items:
+            rows.take(event, {name: next(arrays) for name in tensors})
+
 
 def _pinned(tensors: list[torch.Tensor]) -> torch.Tensor:
     flat = torch.cat([tensor.flatten() for tensor in tensors])
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
     return host.copy_(flat, non_blocking=True)
-
-
-class Batch:
-    """Events for the thread, their tensors on the way to the host."""
-
-    def __init__(self, told: Sequence[Told]) -> None:
-        self._told = told
-        self._readback = Readback([tensor for _, tensors in told for tensor in tensors.values()])
-        self.nbytes = self._readback.nbytes + EVENT_BYTES * max(1, len(told))
-
-    def give(self, rows: TraceRows) -> None:
-        """Add the events to the rows."""
-        arrays = iter(self._readback.wait())
-        for event, tensors in self._told:
-            rows.take(event, {name: next(arrays) for name in tensors})
 
 
 END = Batch(())
@@ -250,8 +240,3 @@ class BytesQueue(queue.Queue[Batch]):
 def next_parts(elapsed: float) -> float:
     """Return when the next parts are due, in seconds since the run began, after parts at `elapsed`."""
     return elapsed + min(max(SOONEST, SHARE * elapsed), LATEST)
-
-
-def _reason(failure: OSError) -> str:
-    what = "disk full" if failure.errno == errno.ENOSPC else "write failed"
-    return f"{what}: {failure.strerror}"

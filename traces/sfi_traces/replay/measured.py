@@ -9,15 +9,15 @@ import numpy as np
 import pyarrow as pa
 
 from sfi_core.errors import TraceError
-from sfi_traces.model.steps import Floats, Memory
+from sfi_traces.model.steps import Floats
 from sfi_traces.model.supports import Supports
-from sfi_traces.model.trace import Trace, of_request
+from sfi_traces.model.trace import Trace, rows_of
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import metrics, replay_request
 from sfi_traces.replay.setting import SCAN, Setting
 
 POLICIES = ("sfi", SCAN)
-STEPS = ["request", "step", "token_id", "reason", "context_tokens", "attended_tokens"]
+STEPS = ["request", "step", "token_id", "reason", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
 
@@ -52,18 +52,18 @@ class Comparison:
     requests: list[Compared]
 
 
-def compare(recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1) -> Comparison:
+def compare(recorded: Sequence[Supports], trace: Trace, real: Trace) -> Comparison:
     """Replay the setting of `real`, a run of policy sfi or codescan with an audit, over `trace`, and compare.
 
     Only steps up to the first different token are compared; then the texts differ. Where `audit.top` differs,
-    overlaps are not. `batch` requests share the weights' bytes.
+    overlaps are not.
 
     Raises `TraceError` for another model, prompt or policy, or without an audit.
     """
-    return pooled(compare_steps(recorded, trace, real, batch=batch))
+    return pooled(compare_steps(recorded, trace, real))
 
 
-def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, batch: int = 1) -> list[Steps]:
+def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> list[Steps]:
     """Compare as `compare`; return the steps of each request."""
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
@@ -71,25 +71,25 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace, *, ba
     kept = real.table("supports", SUPPORTS)
     compared = []
     for supports in recorded:
-        measured = of_request(steps, supports.request).sort_by("step")
-        common = _common(supports, measured)
-        dense = setting.config.dense_layers
-        sparse = [place for place in supports.places if place[0] not in dense]
+        measured = steps.filter(rows_of(supports.request)).sort_by("step")
+        # a step is compared if its query, x_{t-1}, and all tokens before it are the same in both
+        pairs = zip(supports.tokens, measured["token_id"].to_pylist(), strict=False)
+        equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] or pair[1] is None, pairs))
+        common = min(equal + 1, supports.steps, measured.num_rows)
+        sparse = [place for place in supports.places if place[0] not in setting.config.dense_layers]
         like = supports.at(slice(common)).of_places(sparse)
-        measurement = _measured(like, setting, measured, kept, batch)
-        prediction = replay_request(like, setting, batch=batch)
-        unknown_NU = np.isnan(measurement.lower_NU)
+        prediction, measurement = replay_request(like, setting), _measured(like, setting, measured, kept)
         known: dict[str, Any] = {
-            name: np.where(unknown_NU, np.nan, getattr(prediction, name))
+            name: np.where(np.isnan(measurement.lower_NU), np.nan, getattr(prediction, name))
             for name in ("lower_NU", "upper_NU", "overlap_NU")
         }
+        prediction = replace(prediction, **known)
+        if real.manifest["audit"]["top"] != supports.top:
+            prediction, measurement = prediction.without_overlap(), measurement.without_overlap()
         request = Compared(
             request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=measured.num_rows
         )
-        pair = replace(prediction, **known), measurement
-        if real.manifest["audit"]["top"] != supports.top:
-            pair = pair[0].without_overlap(), pair[1].without_overlap()
-        compared.append((*pair, request))
+        compared.append((prediction, measurement, request))
     return compared
 
 
@@ -138,24 +138,13 @@ def check_one_model(trace: Trace, other: Trace) -> None:
             raise TraceError(f"traces must be of one model, got another {name} in {other.path} than in {trace.path}")
 
 
-def _common(supports: Supports, steps: pa.Table) -> int:
-    """Count the steps whose query, x_{t-1}, and all tokens before it are the same in both."""
-    pairs = zip(supports.tokens, steps["token_id"].to_pylist(), strict=False)
-    equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] or pair[1] is None, pairs))
-    return min(equal + 1, supports.steps, int(steps.num_rows))
-
-
-def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table, batch: int) -> StepMetrics:
-    steps = steps.slice(0, like.steps)
-    reasons = steps["reason"].to_pylist()
-    slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config.to_dict(), slow_N, like.length_N, scans=setting.scans)
-    rows = of_request(kept, like.request)
+def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table) -> StepMetrics:
+    steps, rows = steps.slice(0, like.steps), kept.filter(rows_of(like.request))
     kept_NU, overlap_NU = (_column(rows, like, name) for name in ("retained_mass", "overlap_last_refresh"))
-    attended_N = steps["attended_tokens"].to_numpy()
     if setting.scans:
         overlap_NU = np.full_like(overlap_NU, np.nan)  # nothing is reused
-    return metrics(like, setting, reasons, memory, (kept_NU, kept_NU, overlap_NU), attended_N, batch=batch)
+    measured = (kept_NU, kept_NU, overlap_NU), steps["attended_tokens"].to_numpy()
+    return metrics(like, setting, steps["reason"].to_pylist(), *measured)
 
 
 def _column(rows: pa.Table, like: Supports, name: str) -> Floats:

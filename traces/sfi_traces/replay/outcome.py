@@ -8,7 +8,8 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from sfi_traces.model.steps import Bools, Floats, Ints
+from sfi_traces.model.steps import Bools, Floats
+from sfi_traces.model.supports import Supports
 
 LOW = 5  # percentile
 
@@ -18,6 +19,7 @@ class StepMetrics:
     """One request's steps, predicted or measured: N steps, U pairs of a layer and a KV head.
 
     Attributes:
+        supports: What was recorded of the steps.
         reasons: Why each step is slow; empty for a fast one.
         attended_N: Tokens read per KV head, the mean over full-attention layers.
         lower_NU: Retained mass, lower bound; 1 at slow steps, NaN where not measured.
@@ -26,11 +28,8 @@ class StepMetrics:
         bytes_N: Bytes read for each token; `dense_bytes_N` under full attention.
     """
 
-    request: int
-    layer_U: Ints
-    head_U: Ints
+    supports: Supports
     reasons: list[str]
-    length_N: Ints
     attended_N: npt.NDArray[Any]
     lower_NU: Floats
     upper_NU: Floats
@@ -92,10 +91,11 @@ class Outcome:
         lower, upper, overlap = (
             known(request.fast_NU(name) for request in requests) for name in ("lower_NU", "upper_NU", "overlap_NU")
         )
-        read, context, bytes_, dense = (
+        read, bytes_, dense = (
             sum(float(getattr(request, name)[1:].sum()) for request in requests)
-            for name in ("attended_N", "length_N", "bytes_N", "dense_bytes_N")
+            for name in ("attended_N", "bytes_N", "dense_bytes_N")
         )
+        context = sum(float(request.supports.length_N[1:].sum()) for request in requests)
         each = max(1, decoded)
         return cls(
             slow_steps=slow,
@@ -105,7 +105,7 @@ class Outcome:
             retained_mass=1.0 if (kept := mean(lower)) is None else kept,
             retained_mass_upper=1.0 if (most := mean(upper)) is None else most,
             retained_mass_p5=float(np.percentile(lower, LOW)) if len(lower) else 1.0,
-            worst=least("retained_mass", [(request, request.fast_NU("lower_NU")) for request in requests]),
+            worst=least("retained_mass", [(request.supports, request.fast_NU("lower_NU")) for request in requests]),
             overlap_at_reuse=mean(overlap),
             attended_tokens=read / each,
             read_ratio=read / context if context else 1.0,
@@ -126,14 +126,14 @@ def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
     return [point in front for point in points]
 
 
-def least(name: str, values: Iterable[tuple[Any, Floats]]) -> dict[str, Any] | None:
+def least(name: str, values: Iterable[tuple[Supports, Floats]]) -> dict[str, Any] | None:
     """Find the least of all requests' values, [N, U], as `name`, with its place; None if all are NaN."""
     places = []
-    for request, value_NU in values:
+    for supports, value_NU in values:
         if not np.isnan(value_NU).all():
             step, unit = np.unravel_index(int(np.nanargmin(value_NU)), value_NU.shape)
-            place = {"step": int(step), "layer": int(request.layer_U[unit]), "head": int(request.head_U[unit])}
-            places.append({name: float(value_NU[step, unit]), "request": request.request, **place})
+            place = {"step": int(step), "layer": int(supports.layer_U[unit]), "head": int(supports.head_U[unit])}
+            places.append({name: float(value_NU[step, unit]), "request": supports.request, **place})
     return min(places, key=lambda place: place[name], default=None)
 
 

@@ -25,56 +25,57 @@ from sfi_traces.model.supports import Supports
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.setting import Setting
 
+Kept = tuple[Floats, Floats, Floats]  # [N, U] each: retained mass, at least and at most, and overlap
 
-def replay(recorded: Sequence[Supports], setting: Setting, *, batch: int = 1) -> Outcome:
+
+def replay(recorded: Sequence[Supports], setting: Setting) -> Outcome:
     """Replay a setting over several requests, and sum up their steps; see `replay_request`.
 
     Overlaps of supports of different sizes are no one measure: they are unknown unless `top` is the same in all.
     """
-    found = [replay_request(supports, setting, batch=batch) for supports in recorded]
+    requests = [replay_request(supports, setting) for supports in recorded]
     alike = len({supports.top for supports in recorded}) == 1
-    return Outcome.of(found if alike else [one.without_overlap() for one in found])
+    return Outcome.of(requests if alike else [request.without_overlap() for request in requests])
 
 
-def replay_request(supports: Supports, setting: Setting, *, batch: int = 1) -> StepMetrics:
+def replay_request(supports: Supports, setting: Setting) -> StepMetrics:
     """Replay a setting over one request, step by step.
 
-    Raises `TraceError` for a budget beyond what the audit recorded, or an imported trace.
+    Raises `TraceError` for a budget beyond what the audit recorded, or an imported trace, whose model's bytes are
+    unknown.
     """
-    check_recorded(supports)
-    check_budget(supports, setting.config.budget)
-    reasons = schedule(supports, setting)
-    slow_N = np.array([bool(reason) for reason in reasons])
-    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N, scans=setting.scans)
-    kept = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
-    return metrics(supports, setting, reasons, memory, kept, batch=batch)
+    if supports.model["weight_bytes"] is None:
+        raise TraceError(
+            "trace must be recorded by sfi, got an imported one, of which the byte model is not known; "
+            "sfi trace replay DIR --refresh-every 1,2,4 replays how often to select"
+        )
+    check_budget([supports], setting.config.budget)
+    return metrics(supports, setting, schedule(supports, setting))
 
 
 def metrics(
     supports: Supports,
     setting: Setting,
     reasons: list[str],
-    memory: Memory,
-    kept: tuple[Floats, Floats, Floats],
+    kept: Kept | None = None,
     attended_N: npt.NDArray[Any] | None = None,
-    *,
-    batch: int,
 ) -> StepMetrics:
-    """Add tokens and bytes to what was `kept`: retained mass, at least and at most, and overlap, [N, U] each.
+    """Add up tokens and bytes of steps that are slow for `reasons`.
 
-    `attended_N` are the tokens that a run's steps read; None computes them from the memory. What codescan reads to
-    choose is added, in tokens' worth.
+    `kept` and `attended_N`, the tokens read, are those of a run; None predicts them. What codescan reads to choose is
+    added, in tokens' worth.
     """
-    model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers, batch=batch)
+    model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers)
+    slow_N = np.array([bool(reason) for reason in reasons])
+    memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N, scans=setting.scans)
+    if kept is None:
+        kept = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
     if attended_N is None:
         attended_N = np.asarray(model.mean_attended(supports.length_N, memory.read_N))
     chosen_N = _to_choose(supports, setting, memory)
     return StepMetrics(
-        request=supports.request,
-        layer_U=supports.layer_U,
-        head_U=supports.head_U,
+        supports=supports,
         reasons=reasons,
-        length_N=supports.length_N,
         attended_N=attended_N + np.asarray(model.mean_attended(0, chosen_N)),
         **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), kept, strict=True)),
         bytes_N=memory.bytes_read(model) + model.row_bytes * chosen_N,
@@ -107,27 +108,19 @@ def schedule(supports: Supports, setting: Setting) -> list[str]:
     return reasons
 
 
-def check_recorded(supports: Supports) -> None:
-    """Raise `TraceError` for an imported trace, whose model's bytes are unknown."""
-    if supports.model["weight_bytes"] is None:
-        raise TraceError(
-            "trace must be recorded by sfi, got an imported one, of which the byte model is not known; "
-            "sfi trace replay DIR --refresh-every 1,2,4 replays how often to select"
-        )
-
-
-def check_budget(supports: Supports, budget: int) -> None:
-    """Raise `TraceError` for a budget of more positions than were recorded."""
-    if budget > supports.top and supports.length_N[-1] > supports.top:
-        raise TraceError(
-            f"budget must be at most the audit's {supports.top} positions, got {budget}; "
-            f"record with --set audit.top={budget}, or give --budget"
-        )
-
-
 def largest_budget(recorded: Sequence[Supports]) -> int | None:
     """Return the largest budget that supports can replay; None where they hold every position."""
-    return min((one.top for one in recorded if one.length_N[-1] > one.top), default=None)
+    return min((supports.top for supports in recorded if supports.length_N[-1] > supports.top), default=None)
+
+
+def check_budget(recorded: Sequence[Supports], budget: int) -> None:
+    """Raise `TraceError` for a budget of more positions than were recorded."""
+    most = largest_budget(recorded)
+    if most is not None and budget > most:
+        raise TraceError(
+            f"budget must be at most the audit's {most} positions, got {budget}; "
+            f"record with --set audit.top={budget}, or give --budget"
+        )
 
 
 def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
@@ -138,19 +131,17 @@ def replayable(setting: Setting, recorded: Sequence[Supports]) -> Setting:
     return replace(setting, config=setting.config.replace(budget=most))
 
 
-def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats, Floats, Floats]:
+def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> Kept:
     # for each slow step: a table of its attended positions, in which all fast steps are looked up at once
     N, U, _ = supports.position_NUK.shape
     lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)
     overlap_NU = np.full((N, U), np.nan, np.float32)
-    edges = [*np.flatnonzero(memory.slow_N).tolist(), N]
-    for slow, end in pairwise(edges):
+    for slow, end in pairwise([*np.flatnonzero(memory.slow_N).tolist(), N]):
         if slow + 1 == end:
             continue
         fast = slice(slow + 1, end)
         position_NUK, mass_NUK = supports.position_NUK[fast], supports.mass_NUK[fast]
-        table_UT = _attended(supports, slow, config, memory)
-        hit_NUK = _look_up(table_UT, position_NUK)
+        hit_NUK = _look_up(_attended(supports, slow, config, memory), position_NUK)
         hit_NUK |= position_NUK >= memory.start_N[fast, None, None]
         lower_NU[fast] = np.einsum("nuk,nuk->nu", hit_NUK, mass_NUK)
         unseen_NU = memory.read_N[fast, None] - hit_NUK.sum(-1)
@@ -159,7 +150,7 @@ def _kept(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats
     return np.minimum(lower_NU, 1), np.minimum(upper_NU, 1), overlap_NU
 
 
-def _kept_by_scan(supports: Supports, config: SfiConfig, memory: Memory) -> tuple[Floats, Floats, Floats]:
+def _kept_by_scan(supports: Supports, config: SfiConfig, memory: Memory) -> Kept:
     # the same where each step reads the best of its own support; it reuses nothing, so there is no overlap
     N, U, K = supports.position_NUK.shape
     lower_NU, upper_NU = np.ones((N, U), np.float32), np.ones((N, U), np.float32)
@@ -184,20 +175,12 @@ def _attended(supports: Supports, slow: int, config: SfiConfig, memory: Memory) 
         table_UT[:, sink:start] = True
         return table_UT
     unit, rank = np.nonzero((position_UK >= sink) & (position_UK < start))
-    place = (unit, position_UK[unit, rank] - sink)
-    paged = config.page_size > 1
-    if config.span or paged:
-        score_UT = np.zeros((len(position_UK), start - sink), np.float32)
-        score_UT[place] = mass_UK[unit, rank]
-        score_UT = spread(score_UT, config.span)
-        if paged:
-            score_UT = by_page(score_UT, sink, config.page_size)
-        table_UT[:, sink:start] = top(score_UT, config.budget)
-    else:  # the best positions are among the recorded ones
-        score_UK = np.zeros_like(mass_UK)
-        score_UK[unit, rank] = mass_UK[unit, rank]
-        unit, rank = np.nonzero(top(score_UK, config.budget))
-        table_UT[unit, position_UK[unit, rank]] = True
+    score_UT = np.zeros((len(position_UK), start - sink), np.float32)
+    score_UT[unit, position_UK[unit, rank] - sink] = mass_UK[unit, rank]
+    score_UT = spread(score_UT, config.span)
+    if config.page_size > 1:
+        score_UT = by_page(score_UT, sink, config.page_size)
+    table_UT[:, sink:start] = top(score_UT, config.budget)
     return table_UT
 
 

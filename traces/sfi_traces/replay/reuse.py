@@ -50,18 +50,25 @@ class Reuse:
 
 def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> Reuse:
     """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`."""
-    found = [(request, _reused(request, reasons)) for request, reasons in zip(recorded, schedules, strict=True)]
+    reused = [_reused(request, reasons) for request, reasons in zip(recorded, schedules, strict=True)]
+
+    def means(layer: int | None = None) -> dict[str, float | None]:
+        units: list[Any] = [slice(None) if layer is None else request.layer_U == layer for request in recorded]
+        pairs = list(zip(reused, units, strict=True))
+        return {name: mean(known(values[name][:, unit] for values, unit in pairs)) for name in MEANS}
+
     runs, steps = sum(map(bool, chain(*schedules))), sum(map(len, schedules))
-    layers: list[dict[str, Any]] = [{"layer": layer, **_means(found, layer)} for layer in recorded[0].layers]
+    layers: list[dict[str, Any]] = [{"layer": layer, **means(layer)} for layer in recorded[0].layers]
     reusing = [row for row in layers if row["recall"] is not None]
-    recall = known(values["recall"] for _, values in found)
+    recalls = [values["recall"] for values in reused]
+    recall = known(recalls)
     return Reuse(
         runs=runs,
         reused_steps=steps - runs,
-        saved=(steps - runs) / max(1, steps - len(found)),
+        saved=(steps - runs) / max(1, steps - len(recorded)),
         recall_p5=float(np.percentile(recall, LOW)) if len(recall) else None,
-        **_means(found),
-        worst=least("recall", [(request, values["recall"]) for request, values in found]),
+        **means(),
+        worst=least("recall", zip(recorded, recalls, strict=True)),
         worst_layer=min(reusing, key=itemgetter("recall"))["layer"] if reusing else None,
         layers=layers,
     )
@@ -76,29 +83,17 @@ def chance(recorded: Sequence[Supports]) -> float:
 def _reused(supports: Supports, reasons: Sequence[str]) -> dict[str, Floats]:
     # compares each step with the last one that selects; NaN where a step selects anew or has selected nothing
     N, U, _ = supports.position_NUK.shape
-    found = {name: np.full((N, U), np.nan, np.float32) for name in MEANS}
-    edges = [step for step, reason in enumerate(reasons) if reason]
-    for slow, end in pairwise([*edges, N]):
+    reused = {name: np.full((N, U), np.nan, np.float32) for name in MEANS}
+    for slow, end in pairwise([*(step for step, reason in enumerate(reasons) if reason), N]):
         later = slice(slow + 1, end)
         position_NUK, mass_NUK = supports.position_NUK[later], supports.mass_NUK[later]
         held_NUK = held_before(supports, slow, position_NUK)
         either_NUK = held_NUK | (position_NUK >= supports.length_N[slow])
         size_NU = (position_NUK >= 0).sum(-1).astype(np.float32)
         size_NU[size_NU == 0] = np.nan
-        found["recall"][later] = held_NUK.sum(-1) / size_NU
-        found["recall_with_new"][later] = either_NUK.sum(-1) / size_NU
+        reused["recall"][later] = held_NUK.sum(-1) / size_NU
+        reused["recall_with_new"][later] = either_NUK.sum(-1) / size_NU
         if supports.masses:
-            found["retained_mass"][later] = (mass_NUK * either_NUK).sum(-1)
-            found["own_mass"][later] = mass_NUK.sum(-1)
-    return found
-
-
-def _means(found: Sequence[tuple[Supports, dict[str, Floats]]], layer: int | None = None) -> dict[str, float | None]:
-    # of all layers, or of one
-    means = {}
-    for name in MEANS:
-        of_layer = [
-            values[name][:, slice(None) if layer is None else request.layer_U == layer] for request, values in found
-        ]
-        means[name] = mean(known(of_layer))
-    return means
+            reused["retained_mass"][later] = (mass_NUK * either_NUK).sum(-1)
+            reused["own_mass"][later] = mass_NUK.sum(-1)
+    return reused

@@ -24,8 +24,8 @@ RULES: dict[str, tuple[str, ...]] = {
 SCAN = "codescan"  # beside the trigger policies: after step 0 every step selects for itself, and is fast
 SCANNED = ("budget", "recent", "recent_mode", "sink")  # what codescan uses
 RULES[SCAN] = ()
+RULED = tuple(dict.fromkeys(chain(*RULES.values())))
 MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "page_size")
-RECORDED = "recorded"
 PART = "\N{REPLACEMENT CHARACTER}"  # text of a token with some bytes of a character: never a trigger's
 
 
@@ -38,7 +38,7 @@ class Setting:
 
     config: SfiConfig
     trigger_token_ids: frozenset[int]
-    triggers: str = RECORDED
+    triggers: str = "recorded"
     scans: bool = False
 
     @classmethod
@@ -59,17 +59,15 @@ class Setting:
     def under(self, policy: str, **changes: Any) -> Self:
         """Copy with a trigger policy, or codescan, and with other fields of the config."""
         scans = policy == SCAN
-        own: dict[str, Any] = CodeScan.fixed if scans else {"trigger_policy": policy}
-        return replace(self, config=self.config.replace(**changes | own), scans=scans)
+        fixed: dict[str, Any] = CodeScan.fixed if scans else {"trigger_policy": policy}
+        return replace(self, config=self.config.replace(**changes | fixed), scans=scans)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; None for what the trigger policy does not use."""
-        used = [*RULES[self.policy], *(SCANNED if self.scans else MEMORY)]
-        names = dict.fromkeys(name for rules in RULES.values() for name in rules)
-        values = {
-            name: getattr(self if hasattr(self, name) else self.config, name) if name in used else None
-            for name in (*names, *MEMORY)
-        }
+        values: dict[str, Any] = dict.fromkeys((*RULED, *MEMORY))
+        for name in values:
+            if uses(self.policy, name):
+                values[name] = self.triggers if name == "triggers" else getattr(self.config, name)
         return {"policy": self.policy, **values}
 
     @property
@@ -83,9 +81,7 @@ class Setting:
 
 def uses(policy: str, name: str) -> bool:
     """Say whether a trigger policy, or codescan, uses a setting."""
-    if policy == SCAN:
-        return name in SCANNED
-    return name in RULES[policy] or not any(name in names for names in RULES.values())
+    return name in SCANNED if policy == SCAN else name in RULES[policy] or name not in RULED
 
 
 def check_effect(names: Iterable[str], policies: Sequence[str]) -> None:
@@ -111,13 +107,13 @@ def grid(
     range.
     """
     sets = trigger_sets or {base.triggers: base.trigger_token_ids}
-    found: dict[tuple[Any, ...], Setting] = {}
+    settings: dict[tuple[Any, ...], Setting] = {}
     for policy, (name, ids) in product(policies, sets.items()):
         for values in product(*axes.values()):
             changes = dict(zip(axes, values, strict=True))
             setting = replace(base, trigger_token_ids=ids, triggers=name).under(policy, **changes)
-            found.setdefault(setting.key, setting)
-    return list(found.values())
+            settings.setdefault(setting.key, setting)
+    return list(settings.values())
 
 
 class RecordedVocabulary:
@@ -138,12 +134,9 @@ class RecordedVocabulary:
         parts: dict[int, str] = {}
         for trace in traces:
             table = trace.table("steps", ["request", "step", "token_id", "token_text"])
-            if table["token_id"].null_count:
-                raise TraceError(f"trace {trace.path} is redacted; it can be replayed with its own triggers only")
-            if table["token_text"].null_count:
-                raise TraceError(
-                    f"trace {trace.path} has no text of its tokens; it can be replayed with its own triggers only"
-                )
+            for column, lack in (("token_id", "is redacted"), ("token_text", "has no text of its tokens")):
+                if table[column].null_count:
+                    raise TraceError(f"trace {trace.path} {lack}; it can be replayed with its own triggers only")
             before = " "
             for row in table.sort_by([("request", "ascending"), ("step", "ascending")]).to_pylist():
                 text = row["token_text"]
@@ -159,11 +152,11 @@ class RecordedVocabulary:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the tokens whose text is the whole text."""
-        return [i for i, own in self.texts.items() if own == text]
+        return [i for i, known in self.texts.items() if known == text]
 
     def batch_decode(self, sequences: list[list[int]], /) -> list[str]:
         """Return the text of each sequence of ids."""
-        return ["".join(self.texts[i] for i in chain(sequence)) for sequence in sequences]
+        return ["".join(self.texts[i] for i in sequence) for sequence in sequences]
 
     def trigger_ids(self, triggers: Sequence[str]) -> frozenset[int]:
         """Return the generated tokens that the triggers match, by the rules of a run; maybe none.

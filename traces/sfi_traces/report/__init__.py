@@ -6,8 +6,7 @@ from pathlib import Path
 from sfi_core.errors import TraceError, not_installed
 from sfi_traces.health import judge
 from sfi_traces.model.request import Request
-from sfi_traces.report.packed_reads import what_steps_read
-from sfi_traces.report.text import disagreements, generated, prompt
+from sfi_traces.report.text import disagreements, generated, what_steps_read
 from sfi_traces.summary import sections
 from sfi_traces.views.captions import subject
 from sfi_traces.views.facts import SECTIONS, facts, latency_table, run_table, trigger_table
@@ -30,23 +29,22 @@ def render(request: Request) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # noqa: PLC0415 - an extra
     from plotly.offline import get_plotlyjs  # noqa: PLC0415 - an extra
 
-    from sfi_traces.report import observation_figures, step_figures  # noqa: PLC0415 - Plotly is an extra
+    from sfi_traces.report import figures as panels  # noqa: PLC0415 - Plotly is an extra
 
     figures, missing = {}, []
     for name, draw in {
-        "heatmap": step_figures.heatmap,
-        "lag": step_figures.lag,
-        "retained": step_figures.retained,
-        "drift": observation_figures.drift,
-        "head-similarity": observation_figures.head_similarity,
-        "query-cosine": observation_figures.query_cosine,
-        "corrections": observation_figures.corrections,
-        "acceptance": observation_figures.acceptance,
-        "timeline": step_figures.timeline,
-        "lambda": step_figures.lambda_star,
+        "heatmap": panels.heatmap,
+        "lag": panels.lag,
+        "retained": panels.retained,
+        "drift": panels.drift,
+        "head-similarity": panels.head_similarity,
+        "query-cosine": panels.query_cosine,
+        "acceptance": panels.acceptance,
+        "timeline": panels.timeline,
+        "lambda": panels.lambda_star,
     }.items():
         try:
-            figures[name] = draw(request).plain()
+            figures[name] = draw(request)
         except TraceError as error:
             missing.append(str(error))
     summary = {"health": judge(request)} | sections(request, SECTIONS)
@@ -76,7 +74,6 @@ def render(request: Request) -> str:
         missing=list(dict.fromkeys(missing)),
         text=generated(request),
         disagreements=disagreements(request, summary["disagreements"]),
-        prompt=prompt(request),
         words=words,
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script="\n".join((HERE / name).read_text(encoding="utf-8") for name in ("page.js", "reading.js")),

@@ -1,1 +1,167 @@
-"""Results of benchmarks and evaluations as Parquet files and figures."""
+"""Summarizes the rows of an evaluation: for each task, length, method and size, with intervals of means."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+REFERENCE = "full-kv"
+PLACE = ("task", "length")
+VARIANT = ("method", "size")
+NAMES = ("method", "policy", "preset", "settings", "size", "share")
+RATIOS = ("read_ratio", "selection_ratio", "stored_ratio")
+FIDELITY = ("steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "perplexity_full", *RATIOS)
+Z = 1.959964  # two-sided 95 % of the normal distribution
+RESAMPLES = 10_000
+EDGES = (0.025, 0.975)
+Row = Mapping[str, Any]
+Place = tuple[Any, ...]  # a task and a length
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean of `n` samples and its 95 % confidence interval from `low` to `high`."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+
+def wilson(scores: Sequence[float]) -> Interval:
+    """Compute the Wilson score interval of the mean of scores in [0, 1] (Wilson 1927, JASA 22, 209-212).
+
+    The interval holds for scores of 0 and 1. Scores between have at most the variance of such scores with the
+    same mean: for them the interval is wider than necessary. Raise `ValueError` if there is no score, or a score is
+    outside [0, 1].
+    """
+    n = len(scores)
+    if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
+        raise ValueError(f"scores must be in [0, 1] and at least one, got {list(scores)}")
+    mean, weight = math.fsum(scores) / n, 1 + Z**2 / n
+    center = (mean + Z**2 / (2 * n)) / weight
+    half = Z / weight * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
+    # ends that are exactly 0 or 1 (or the mean) must not be off by rounding
+    low, high = max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
+    return Interval(mean, low, high, n)
+
+
+def paired_difference(scores: Sequence[float], others: Sequence[float], *, seed: int = 0) -> Interval:
+    """Compute a percentile bootstrap interval of the mean of `scores - others` on the same samples.
+
+    Pairs are drawn together, so that a sample's difficulty for both methods cancels (Efron 1979; 10,000
+    resamples). If all differences are equal, the interval has no width. Raise `ValueError` if there is no pair, or one
+    method has more scores than the other.
+    """
+    if not scores or len(scores) != len(others):
+        raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")
+    difference = np.subtract(scores, others)
+    n = len(difference)
+    means = difference[np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))].mean(1)
+    low, high = map(float, np.quantile(means, EDGES))
+    return Interval(float(difference.mean()), low, high, n)
+
+
+def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Average the samples of each task, length, method and size, in the order of the rows.
+
+    `score`, `low` and `high`: the mean and its Wilson interval. `difference`: paired, from full attention on
+    the same samples, None without it. `read`: share read by attention and selection. `n`: scored samples;
+    `failed`: those without a score, which no mean includes.
+    """
+    groups = _grouped(rows, (*PLACE, *VARIANT))
+    references: dict[Place, list[Row]] = {}
+    for key, group in groups.items():
+        if group[0]["policy"] == REFERENCE:
+            references.setdefault(key[: len(PLACE)], _scored(group))
+    return [_summary(group, references.get(key[: len(PLACE)], [])) for key, group in groups.items()]
+
+
+def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Summarize the windows of each length, method and size.
+
+    KL, agreement and perplexities are over all steps except each window's first, which is full attention's; ratios are
+    averaged over windows.
+    """
+    from sfi_core.measure.evaluation.fidelity import from_rows  # noqa: PLC0415 - torch, for those who need it
+
+    summaries = []
+    for group in _grouped(rows, ("length", *VARIANT)).values():
+        known = [row for row in group if row["error"] is None]
+        whole = from_rows(known).summary() if known else dict.fromkeys(FIDELITY)
+        summaries.append(
+            {
+                **{name: group[0][name] for name in ("length", *NAMES)},
+                "windows": len(known),
+                "tokens": group[0]["tokens"],
+                "failed": len(group) - len(known),
+                "error": next((row["error"] for row in group if row["error"]), None),
+                **{name: whole[name] for name in FIDELITY},
+                "read": _read(whole),
+            }
+        )
+    return summaries
+
+
+def _read(ratios: Row) -> float | None:
+    if ratios["read_ratio"] is None:
+        return None
+    return float(ratios["read_ratio"] + ratios["selection_ratio"])
+
+
+def _grouped(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
+    scored, reference = _scored(group), {row["seed"]: row["score"] for row in full}
+    first = group[0]
+    pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
+    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
+    score = wilson([row["score"] for row in scored]) if scored else None
+    means = {name: _mean(row[name] for row in scored) for name in (*RATIOS, "generated", "tokens_per_second")}
+    steps = sum(row["slow_steps"] + row["fast_steps"] for row in scored)
+    return {
+        **{name: first[name] for name in (*PLACE, *NAMES)},
+        "n": len(scored),
+        "failed": len(group) - len(scored),
+        "error": next((row["error"] for row in group if row["error"]), None),
+        **interval_of(score, "score"),
+        **interval_of(difference, "difference"),
+        "scores": _further(scored),
+        **means,
+        "read": _read(means),
+        "slow_rate": sum(row["slow_steps"] for row in scored) / steps if steps else None,
+    }
+
+
+def interval_of(interval: Interval | None, name: str) -> dict[str, float | None]:
+    """Return an interval as columns `name`, low and high; all None without an interval."""
+    ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
+    if interval is None:
+        return dict.fromkeys((name, *ends))
+    return {name: interval.mean, ends[0]: interval.low, ends[1]: interval.high}
+
+
+def _scored(group: Sequence[Row]) -> list[Row]:
+    return [row for row in group if row["score"] is not None]
+
+
+def _further(scored: Sequence[Row]) -> dict[str, float]:
+    # means of the task's other measures, such as the share of right tokens, that are always numbers
+    names = dict.fromkeys(name for row in scored for name in row["scores"])
+    return {
+        name: sum(row["scores"][name] for row in scored) / len(scored)
+        for name in names
+        if all(isinstance(row["scores"].get(name), int | float) for row in scored)
+    }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else None

@@ -1,23 +1,21 @@
 """Figures of results: scores of an evaluation, speeds of a benchmark, speed-ups of kernels."""
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from sfi_core.machine.memory import name
 from sfi_core.measure.kernel_bench.settings import TABLE_1
 from sfi_traces.figures import new_figure, save
-from sfi_traces.results.summary import REFERENCE
+from sfi_traces.results import REFERENCE
 
-EVAL_INCHES = (5.2, 4.0)  # inches
-EVAL_COLUMNS = 3  # panels of a row, at most
 # further methods reuse the colors with other markers
 METHOD_COLORS = (
     "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
     "tab:cyan", "goldenrod", "black", "navy", "deeppink",
 )  # fmt: skip
 MARKERS = "os^Dv<>PX*h"
-BENCH_INCHES = (5.6, 4.4)  # a panel
 POLICY_COLORS = {
     "sfi": "tab:blue",
     "sfi-lossless": "midnightblue",
@@ -26,7 +24,6 @@ POLICY_COLORS = {
     "transformers-static": "tab:brown",
 }
 OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
-KERNEL_INCHES = (11.0, 4.6)
 SPEEDUPS = (  # column, label, color, marker
     ("speedup_over_dense", "over our dense", "tab:blue", "o"),
     ("speedup_over_sdpa", "over PyTorch SDPA", "tab:orange", "s"),
@@ -38,11 +35,15 @@ def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
     """Draw a panel for each task and length, with a line for each method; `kind` is "png" or "svg"."""
     rows = [row for row in document["rows"] if row["score"] is not None]
     panels = list(dict.fromkeys((row["task"], row["length"]) for row in rows))
-    columns = min(EVAL_COLUMNS, max(1, len(panels)))
+    columns = min(3, max(1, len(panels)))
     lines = -(-len(panels) // columns) or 1
-    figure = new_figure(EVAL_INCHES[0] * columns, EVAL_INCHES[1] * lines + 1.2)
+    figure = new_figure(5.2 * columns, 4.0 * lines + 1.2)
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
-    styles = _method_styles(rows)
+    methods = dict.fromkeys(row["method"] for row in rows if row["policy"] != REFERENCE)
+    styles = {
+        method: {"color": METHOD_COLORS[index % len(METHOD_COLORS)], "marker": MARKERS[index % len(MARKERS)]}
+        for index, method in enumerate(methods)
+    }
     for axes, place in zip(grid.flat, panels, strict=False):
         _draw_scores(axes, [row for row in rows if (row["task"], row["length"]) == place], styles)
         length = "" if place[1] is None else f", {place[1]:,} tokens"
@@ -61,14 +62,6 @@ def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
     samples = f"{counts[-1]} samples" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} samples"
     figure.suptitle(f"{document['model']['name']}: score with its 95 % interval, {samples} a point", fontsize=11)
     save(figure, path, kind=kind)
-
-
-def _method_styles(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    methods = dict.fromkeys(row["method"] for row in rows if row["policy"] != REFERENCE)
-    return {
-        method: {"color": METHOD_COLORS[index % len(METHOD_COLORS)], "marker": MARKERS[index % len(MARKERS)]}
-        for index, method in enumerate(methods)
-    }
 
 
 def _draw_scores(axes: Any, rows: Sequence[dict[str, Any]], styles: dict[str, dict[str, Any]]) -> None:
@@ -93,15 +86,12 @@ def _draw_scores(axes: Any, rows: Sequence[dict[str, Any]], styles: dict[str, di
 
 
 def plot_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw tokens per second against context, a panel for each batch: measured solid, byte bound dashed.
-
-    The document, a benchmark's or a forecast's, has at least one row; `kind` is "png" or "svg".
-    """
+    """Draw tokens/s of a benchmark or a forecast with rows against context, a panel for each batch."""
     rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})
-    width, height = BENCH_INCHES
-    figure = new_figure(width * len(batches), height)
-    colors = _policy_colors([row["policy"] for row in rows])
+    figure = new_figure(5.6 * len(batches), 4.4)
+    others = [policy for policy in dict.fromkeys(row["policy"] for row in rows) if policy not in POLICY_COLORS]
+    colors = POLICY_COLORS | dict(zip(others, cycle(OTHER_COLORS), strict=False))
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         _draw_speeds(axes, [row for row in rows if row["batch"] == batch], colors)
         axes.set_title(f"batch {batch}", fontsize=10)
@@ -111,12 +101,6 @@ def plot_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
         fontsize=10,
     )
     save(figure, path, kind=kind)
-
-
-def _policy_colors(policies: list[str]) -> dict[str, str]:
-    others = [policy for policy in dict.fromkeys(policies) if policy not in POLICY_COLORS]
-    rest = {policy: OTHER_COLORS[i % len(OTHER_COLORS)] for i, policy in enumerate(others)}
-    return POLICY_COLORS | rest
 
 
 def _draw_speeds(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) -> None:
@@ -144,21 +128,18 @@ def _draw_speeds(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) 
 
 
 def plot_kernel_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw the fast step's speed-up and bandwidth against retention, without ops that were not timed.
-
-    The document has at least one timed row of op fast; `kind` is "png" or "svg".
-    """
-    document = {**document, "rows": [row for row in document["rows"] if row["median_us"]]}
-    rows = [row for row in document["rows"] if row["op"] == "fast"]
-    rows.sort(key=lambda row: row["retention"])
-    figure = new_figure(*KERNEL_INCHES)
+    """Draw the fast step's speed-up and bandwidth against retention; some row of op fast must be timed."""
+    timed = [row for row in document["rows"] if row["median_us"]]
+    rows = sorted((row for row in timed if row["op"] == "fast"), key=lambda row: row["retention"])
+    figure = new_figure(11.0, 4.6)
     left, right = figure.subplots(1, 2)
     _draw_speedups(left, rows)
-    _draw_bandwidth(right, document)
+    _draw_bandwidth(right, timed, document["machine"]["copy_gb_per_s"])
     for axes in (left, right):
         axes.set_xlabel("tokens read, % of the context")
         axes.set_xscale("log")
-        ticks = _apart(sorted({100 * row["retention"] for row in rows}))
+        ticks = sorted({100 * row["retention"] for row in rows})  # a label within a tenth of the next would overlap it
+        ticks = [tick for tick, after in zip(ticks, [*ticks[1:], float("inf")], strict=True) if after > 1.1 * tick]
         axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks], rotation=60, fontsize=8)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
@@ -170,12 +151,6 @@ def plot_kernel_bench(document: dict[str, Any], path: Path, *, kind: str) -> Non
         fontsize=10,
     )
     save(figure, path, kind=kind)
-
-
-def _apart(ticks: list[float]) -> list[float]:
-    # labels within a tenth of the next would overlap it
-    following = [*ticks[1:], float("inf")]
-    return [tick for tick, after in zip(ticks, following, strict=True) if after > 1.1 * tick]
 
 
 def _draw_speedups(axes: Any, rows: list[dict[str, Any]]) -> None:
@@ -195,17 +170,16 @@ def _draw_speedups(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_ylabel("speed-up of the fast step")
 
 
-def _draw_bandwidth(axes: Any, document: dict[str, Any]) -> None:
+def _draw_bandwidth(axes: Any, rows: list[dict[str, Any]], copy: float) -> None:
     for op, label, color in (("fast", "fast", "tab:blue"), ("fast.gather", "fast, gathered in place", "tab:purple")):
-        points = sorted((100 * row["retention"], row["gb_per_s"]) for row in document["rows"] if row["op"] == op)
+        points = sorted((100 * row["retention"], row["gb_per_s"]) for row in rows if row["op"] == op)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
-    for row in document["rows"]:
-        if row["op"] in ("dense", "dense.sdpa"):
-            label, style = row["op"].replace("dense.sdpa", "PyTorch SDPA"), "--"
-            color = "tab:orange" if row["op"] == "dense.sdpa" else "tab:cyan"
-            axes.axhline(row["gb_per_s"], linestyle=style, color=color, label=label)
-    copy = document["machine"]["copy_gb_per_s"]
+    styles = {"dense": ("dense", "tab:cyan"), "dense.sdpa": ("PyTorch SDPA", "tab:orange")}
+    for row in rows:
+        if row["op"] in styles:
+            label, color = styles[row["op"]]
+            axes.axhline(row["gb_per_s"], linestyle="--", color=color, label=label)
     axes.axhline(copy, linestyle=":", color="black", label="copy, measured")
     axes.set_ylim(bottom=0)
     axes.set_ylabel("GB/s of the bytes that must move")

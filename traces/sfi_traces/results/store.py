@@ -7,18 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-import pyarrow as pa
-
-from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.machine.files import LOCK, FolderLock, atomic_file, write_atomically
-from sfi_core.machine.text import first_line, parse_json, shown, write_json
+from sfi_core.errors import InputError, SfiError
+from sfi_core.machine.files import FolderLock, write_atomically
+from sfi_core.machine.text import parse_json, shown, write_json
 from sfi_core.measure.evaluation.grid import Cell, key_of
-from sfi_traces.record.folder import now, write_manifest
-from sfi_traces.results.parquet import write_rows
-from sfi_traces.results.summary import NAMES
+from sfi_traces.record.folder import KINDS, claim, now, write_manifest
 from sfi_traces.schema import MANIFEST
-
-Rows = Sequence[Mapping[str, Any]]
 
 SCHEMA_VERSION = 1
 KIND = "evaluation"
@@ -43,15 +37,6 @@ COLUMNS: dict[str, dict[str, Any]] = {
         "steps": (dict, type(None)), "report": (dict, type(None)),
     },
 }  # fmt: skip
-WHAT = "results folder"
-TABLES = {"samples": "results", "fidelity": "fidelity"}  # table: its Parquet file
-
-# types of columns that may hold only nulls; all others are floats
-TEXT = ("method", "policy", "preset", "size", "task", "text", "finish_reason", "error")
-INTEGERS = (
-    "budget", "recent", "length", "seed", "prompt_tokens", "generated", "slow_steps", "fast_steps",
-)  # fmt: skip
-IDS = ("token_ids",)
 
 
 class ResultsFolder:
@@ -68,26 +53,18 @@ class ResultsFolder:
     def __init__(self, path: Path, manifest: dict[str, Any], lock: FolderLock | None) -> None:
         """Take a folder that `create` or `resume` has prepared and locked."""
         self.path, self.manifest, self._lock = path, manifest, lock
-        self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in TABLES}
+        self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in COLUMNS}
         self.damaged: list[str] = []
 
     @classmethod
     def create(cls, path: Path, manifest: Mapping[str, Any], *, force: bool) -> Self:
-        """Begin a folder; with `force` in place of an older evaluation.
-
-        Raises `ConfigError` for a folder that exists while `force` is off, has other files, or is in use by another
-        process; `SfiError` for one that cannot be written.
-        """
-        check_new(path, force=force)
+        """Begin a folder; with `force` in place of an older evaluation. Raises as `claim` does."""
+        lock = claim(path, KIND, force=force)
         state = {"created": now(), "finished": None, "stopped": None}
         document = {"kind": KIND, "schema_version": SCHEMA_VERSION, **state, **manifest}
         with _writing(path):
-            path.mkdir(parents=True, exist_ok=True)
-            lock = FolderLock(path, WHAT)
-            check_new(path, force=force)  # another process may have been faster
-            for table, name in TABLES.items():
-                for file in (_lines(path, table), path / f"{name}.parquet"):
-                    file.unlink(missing_ok=True)
+            for table in COLUMNS:
+                _lines(path, table).unlink(missing_ok=True)
             write_manifest(path, document)
         return cls(path, document, lock)
 
@@ -95,16 +72,15 @@ class ResultsFolder:
     def resume(cls, path: Path) -> Self:
         """Open a folder to show its rows; `begin` prepares it for more.
 
-        Raises `InputError` for a folder without an evaluation or a file that cannot be read, `ConfigError` for a folder
-        that another process uses.
+        Raises `InputError` without an evaluation that can be read, `ConfigError` if another process uses the folder.
         """
         _read_manifest(path)  # before a lock file is made in a folder that is none of ours
         try:
-            lock = FolderLock(path, WHAT)
+            lock = FolderLock(path, KINDS[KIND][0])
         except OSError:
             lock = None  # a folder that cannot be written needs no lock
         results = cls(path, _read_manifest(path), lock)
-        for table in TABLES:
+        for table in COLUMNS:
             results.rows[table], damaged = _read_lines(_lines(path, table), table)
             results.damaged += damaged
         return results
@@ -131,17 +107,13 @@ class ResultsFolder:
         self.rows[table].append(json.loads(line))  # as a resumed run will read it
 
     def close(self, stopped: str | None = None, cells: Sequence[Cell] = ()) -> None:
-        """Write the Parquet files, note in the manifest how the run ended, and unlock the folder.
+        """Order the rows as `cells`, note in the manifest why the run ended early, if it did, and unlock the folder.
 
-        `stopped` says why the run ended early, None if it is complete; `cells` order the rows.
         Raises `SfiError` if the folder cannot be written.
         """
         with _writing(self.path):
             self.order(cells)
             self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
-            for table, name in TABLES.items():
-                if rows := _flat(table, self.rows[table]):
-                    _write_table(self.path / f"{name}.parquet", rows, table, self.manifest)
             write_manifest(self.path, self.manifest)
         self.leave()
 
@@ -173,50 +145,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return f"{write_json(row)}\n".encode()
 
 
-def _flat(table: str, rows: Rows) -> Rows:
-    """Return one row for each sample, or for each step of a window."""
-    if table == "samples":
-        return rows
-    return [
-        {
-            **{name: row[name] for name in (*NAMES, "length")},
-            "window": row["window"],
-            **{name: values[step] for name, values in row["steps"].items() if name != "window"},
-        }
-        for row in rows
-        if row["steps"] is not None
-        for step in range(len(row["steps"]["step"]))
-    ]
-
-
-def _write_table(path: Path, rows: Rows, table: str, manifest: Mapping[str, Any]) -> None:
-    """Write rows that `_flat` returned, at least one; table name and manifest go into the file's metadata."""
-    facts = {"table": table, "manifest": json.dumps(manifest, ensure_ascii=False)}
-    try:
-        with atomic_file(path) as temporary:
-            write_rows(temporary, rows, facts, text=TEXT, integers=INTEGERS, ids=IDS)
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise InputError(f"results {path.parent} have a row of other types: {first_line(error)}") from error
-
-
-def check_new(path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` for a folder with other files, or with an evaluation if `force` is off."""
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"results folder {path} must be a folder, got a file")
-    if not path.exists() or all(file.name == LOCK for file in path.iterdir()):
-        return
-    try:
-        document = parse_json((path / MANIFEST).read_bytes())
-    except (OSError, ValueError):
-        document = None
-    if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise ConfigError(f"results folder {path} must be new or empty, got one with other files")
-    if not force:
-        raise ConfigError(f"results folder {path} exists; add --resume to go on with it, --force to replace it")
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Read the manifest of an evaluation; raises `InputError` for none, a damaged one or another version."""
     file = path / MANIFEST
     try:
         document = parse_json(file.read_bytes())
@@ -237,11 +166,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Read the whole lines of a file; a torn last line is dropped, a missing file has none.
-
-    Returns the rows, and for each damaged line its number and fault. Raises `InputError` if the file cannot
-    be read.
-    """
+    """Return the rows of a file's whole lines, and the fault of each damaged one; a torn last line is dropped."""
     try:
         data = path.read_bytes() if path.exists() else b""
     except OSError as error:
@@ -253,10 +178,10 @@ def _read_lines(path: Path, table: str) -> tuple[list[dict[str, Any]], list[str]
             fault = _fault(row, table)
         except ValueError:
             fault = "not valid JSON"
-        if fault is None:
-            rows.append(row)
-        else:
+        if fault is not None:
             damaged.append(f"results {path}, line {number}: {fault}")
+        else:
+            rows.append(row)
     return rows, damaged
 
 

@@ -6,30 +6,26 @@ from typing import Any
 from sfi_traces.health import judge
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
-from sfi_traces.summary import supports
-from sfi_traces.summary.facts import answers, lossless_facts, run_facts, step_facts, trigger_tokens
-from sfi_traces.summary.head_maps import corrections, query_cosine, recalls
-from sfi_traces.summary.similarity import drift_facts, head_similarity
-from sfi_traces.summary.speed import latency, phases
+from sfi_traces.summary import facts, similarity, supports
 
 SECTIONS: dict[str, Callable[[Request], Any]] = {  # in the document's order
-    "run": run_facts,
-    "answers": answers,
-    "steps": step_facts,
-    "lossless": lossless_facts,
-    "triggers": trigger_tokens,
+    "run": facts.run_facts,
+    "answers": facts.answers,
+    "steps": facts.step_facts,
+    "lossless": facts.lossless_facts,
+    "triggers": facts.trigger_tokens,
     "stability": supports.stability,
-    "drift": drift_facts,
-    "head_similarity": head_similarity,
-    "query_cosine": query_cosine,
+    "drift": similarity.drift_facts,
+    "head_similarity": similarity.head_similarity,
+    "query_cosine": supports.query_cosine,
     "audit": supports.audit_facts,
     "logits": supports.logits_facts,
     "disagreements": supports.disagreements,
     "selections": supports.selection_facts,
-    "phases": phases,
-    "corrections": corrections,
-    "recalls": recalls,
-    "latency": latency,
+    "phases": facts.phases,
+    "corrections": supports.corrections,
+    "recalls": supports.recalls,
+    "latency": facts.latency,
 }
 MISSING = {  # sections that a trace may lack, and what records them
     "stability": "overlap of consecutive supports (record with --audit 1)",

@@ -1,14 +1,18 @@
 """Compares two traces of one model and the same prompts."""
 
+import math
+import operator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
+from typing import Self
 
-from sfi_core.errors import TraceError
+from sfi_core.errors import ConfigError, TraceError, unknown
 from sfi_core.settings.config import flat_settings
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Row, Trace, distribution
 from sfi_traces.summary import sections
-from sfi_traces.summary.diff_metrics import metrics
 
 BEFORE = 12  # tokens shown before the first difference
 FACTS = ("policy", "preset", "seed", "backend", "device", "sfi_version")
@@ -17,24 +21,42 @@ LAYER = ("layer", "heads", "key_width", "value_width", "window")
 COMPARED = ("equal_share", "first_difference", "compared_steps", "slow_only_a", "slow_only_b")
 UNKNOWN = dict.fromkeys(COMPARED)  # for a redacted trace
 SAME_MASS = 1e-4  # tolerance of retained masses, for float32 sums on two machines
+METRICS = {  # what `sfi trace diff --fail-if` knows, and what records it; docs/traces.md has the meanings
+    **dict.fromkeys(("equal_share", "first_difference"), "both with token ids"),
+    **dict.fromkeys(("first_layer_step", "first_layer"), "both with --audit N or trace.positions"),
+    **dict.fromkeys(("overlap", "overlap_p5"), "both with --audit N and one audit.top"),
+    "selection_overlap": "both with trace.positions",
+    "retained_mass": "B with --audit N",
+    "speed": "both to a step after the first",
+    "slow_time": "slow steps in both",
+    "fast_time": "fast steps in both",
+    "read_ratio": "both to a step after the first",
+}
+# infinite without a difference, where one of these says that the traces were compared
+INFINITE = {
+    "first_difference": ("equal_share",),
+    **dict.fromkeys(("first_layer_step", "first_layer"), ("overlap", "selection_overlap")),
+}
+OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq,
+    "!=": operator.ne,
+}  # fmt: skip
+LIMIT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*")
 
 
 def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     """Compare two traces, or one request of both.
 
-    Supports and selections are compared at equal steps, up to and including the first step whose token
-    differs; its query still follows equal tokens. Redacted traces do not show which step that is, so nothing
-    is compared. Where `audit.top` differs, supports of both are cut to the smaller one's number of most
-    probable positions, `supports_cut_to`; an imported indexer's selections stay as they are.
+    Supports and selections are compared at equal steps, up to and including the first step whose token differs; its
+    query still follows equal tokens. Nothing is compared where a trace is redacted, no supports where `audit.top`
+    differs, but for an imported indexer's selections.
 
-    A request's `first_layer` is where the runs first differ, often before a token does: the first compared
-    `step` at which a row that both traces have (in `supports` or `selections`) differs in positions, or in
-    retained mass by more than 1e-4; the lowest such `layer`; and its KV heads that differ. The cause is in
-    this layer, or in one below it that was not recorded. Positions have no tolerance: between machines or
-    backends, rounding alone may change the last of them, even at step 0.
+    A request's `first_layer` is where the runs first differ, often before a token does: the first compared `step` at
+    which a row that both traces have differs in positions, or in retained mass by more than 1e-4; the lowest such
+    `layer`; and its KV heads that differ. The cause is there, or in a lower layer that was not recorded. Positions
+    have no tolerance: between machines or backends, rounding alone may change the last of them, even at step 0.
 
-    Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and under `metrics` the
-    numbers that `sfi trace diff --fail-if` knows (`METRICS`).
+    Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and `metrics` (`METRICS`).
 
     Raises `TraceError` for traces of different models or prompts, or with a damaged part; `ConfigError` for a request
     that one lacks.
@@ -45,8 +67,12 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     requests = _compare_steps(a, b)
     sides = [_numbers(side) for side in (a, b)]
     until = {row["request"]: row["compared_steps"] for row in requests if row["compared_steps"]}
-    cut = _match_tables(a, b)
-    layers = _first_layers(a, until)
+    tops = {trace.manifest["audit"]["top"] for trace in (first, second) if trace.manifest["audit"]}
+    alike = len(tops) < 2 or first.reads_own_selection or second.reads_own_selection  # noqa: PLR2004
+    tables: tuple[str, ...] = ("supports", "selections") if alike else ("selections",)
+    for table in tables:
+        a.connection.register(f"other_{table}", second.dataset(table))
+    layers = _first_layers(a, tables, until)
     for row in requests:
         row["first_layer"] = layers.get(row["request"])
     document = {
@@ -55,15 +81,13 @@ def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
         "request": request,
         "settings": _changed(first.manifest, second.manifest),
         "requests": requests,
-        "supports_cut_to": cut,
-        "supports": _overlap(a, "supports", until),
-        "selections": _overlap(a, "selections", until),
+        **{name: _overlap(a, name, until) if name in tables else None for name in ("supports", "selections")},
         "ratios": {
-            name: _ratio(sides[0][name], sides[1][name])
+            name: sides[1][name] / sides[0][name] if sides[0][name] and sides[1][name] is not None else None
             for name in ("slow_p50_us", "fast_p50_us", "tokens_per_second", "read_ratio", "cache_read_ratio")
         },
     }
-    return document | {"metrics": metrics(document)}
+    return document | {"metrics": _metrics(document)}
 
 
 def _check_model(first: Trace, second: Trace) -> None:
@@ -98,7 +122,7 @@ def _prompts(request: Request) -> dict[int, tuple[int | None, str | None]]:
 def _compare_steps(request: Request, other: Request) -> list[Row]:
     query = "SELECT request, step, token_id, token_text, slow FROM chosen_steps ORDER BY request, step"
     steps, others = (
-        {index: list(rows) for index, rows in groupby(side.query(query), itemgetter("request"))}
+        {index: list(rows) for index, rows in groupby(side.query(query), operator.itemgetter("request"))}
         for side in (request, other)
     )
     redacted = any(side.trace.redacted for side in (request, other))
@@ -131,28 +155,6 @@ def _compare_tokens(steps: list[Row], others: list[Row]) -> Row:
     }
 
 
-def _match_tables(request: Request, other: Request) -> int | None:
-    # make views of both traces' rows, `one_supports` and `two_supports`, ...; return what supports were cut to
-    traces = request.trace, other.trace
-    tops = {trace.manifest["audit"]["top"] for trace in traces if trace.manifest["audit"]}
-    cut = min(tops) if len(tops) > 1 and not any(trace.reads_own_selection for trace in traces) else None
-    for table in ("supports", "selections"):
-        positions = _strongest(cut) if cut is not None and table == "supports" else "positions"
-        request.connection.register(f"other_{table}", other.trace.dataset(table))
-        for name, source in (("one", "chosen"), ("two", "other")):
-            request.connection.execute(f"""
-                CREATE OR REPLACE TEMP VIEW {name}_{table} AS
-                SELECT * REPLACE ({positions} AS positions) FROM {source}_{table}
-            """)  # noqa: S608 - our own names and a number
-    return cut
-
-
-def _strongest(top: int) -> str:
-    # SQL: the `top` most probable positions of a support, ascending; the first of equal ones
-    best = f"list_sort(list_zip([-m for m in mass], positions))[1:{top:d}]"
-    return f"CASE WHEN len(positions) <= {top:d} THEN positions ELSE list_sort([pair[2] for pair in {best}]) END"
-
-
 def _overlap(request: Request, table: str, until: dict[int, int]) -> Row | None:
     if not until:
         return None
@@ -174,38 +176,34 @@ def _both(table: str, until: dict[int, int]) -> str:
     # SQL: pairs of rows, `this` and `that`, that both traces have at the compared steps
     steps = ", ".join(f"({index:d}, {count:d})" for index, count in until.items())
     return f"""
-        FROM one_{table} this
+        FROM chosen_{table} this
         JOIN (VALUES {steps}) compared (request, steps) ON compared.request = this.request
-        JOIN two_{table} that ON (that.request, that.step, that.layer, that.head)
+        JOIN other_{table} that ON (that.request, that.step, that.layer, that.head)
             = (this.request, this.step, this.layer, this.head)
         WHERE this.step < compared.steps
     """
 
 
-def _first_layers(request: Request, until: dict[int, int]) -> dict[int, Row]:
-    # by request, the earlier place of both tables
-    found: dict[int, Row] = {}
-    for table in ("supports", "selections") if until else ():
-        for row in _first_places(request, table, until):
-            old = found.get(row["request"])
-            place = (row["step"], row["layer"])
-            if old is None or place < (old["step"], old["layer"]):
-                names = ("step", "layer", "heads", "positions")
-                found[row["request"]] = {"table": table} | {name: row[name] for name in names}
-    return found
-
-
-def _first_places(request: Request, table: str, until: dict[int, int]) -> list[Row]:
+def _first_layers(request: Request, tables: Sequence[str], until: dict[int, int]) -> dict[int, Row]:
+    # by request, the first step and lowest layer at which a row of either table differs
+    if not until:
+        return {}
     moved = "coalesce(this.positions <> that.positions, false)"
     mass = f"coalesce(abs(this.retained_mass - that.retained_mass) > {SAME_MASS}, false)"
-    differs = f"({moved} OR {mass})" if table == "supports" else moved
-    return request.query(f"""
-        SELECT this.request, this.step, this.layer, list(this.head ORDER BY this.head) AS heads,
-            bool_or({moved}) AS positions
-        {_both(table, until)} AND {differs}
-        GROUP BY this.request, this.step, this.layer
-        QUALIFY row_number() OVER (PARTITION BY this.request ORDER BY this.step, this.layer) = 1
-    """)
+    differs = {"supports": f"{moved} OR {mass}", "selections": moved}
+    places = " UNION ALL ".join(
+        f"""
+        SELECT this.request, '{table}' AS "table", this.step, this.layer,
+            list(this.head ORDER BY this.head) AS heads, bool_or({moved}) AS positions
+        {_both(table, until)} AND ({differs[table]}) GROUP BY this.request, this.step, this.layer
+        """
+        for table in tables
+    )
+    rows = request.query(f"""
+        SELECT * FROM ({places})
+        QUALIFY row_number() OVER (PARTITION BY request ORDER BY step, layer, "table" DESC) = 1
+    """)  # noqa: S608 - our own words and numbers
+    return {row.pop("request"): row for row in rows}
 
 
 def _numbers(request: Request) -> Row:
@@ -225,10 +223,6 @@ def _numbers(request: Request) -> Row:
     }
 
 
-def _ratio(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None or not a else b / a
-
-
 def _changed(first: Row, second: Row) -> Row:
     a, b = (
         {name: manifest.get(name) for name in FACTS}
@@ -239,3 +233,70 @@ def _changed(first: Row, second: Row) -> Row:
         for manifest in (first, second)
     )
     return {name: {"a": a.get(name), "b": b.get(name)} for name in a | b if a.get(name) != b.get(name)}
+
+
+def _metrics(document: Row) -> dict[str, float | None]:
+    # the numbers of `METRICS`; None: the traces do not have it, or no difference was found
+    requests = [row for row in document["requests"] if row["equal_share"] is not None]
+    layers = [row["first_layer"] for row in requests if row["first_layer"] is not None]
+    first: Row = min(layers, key=lambda place: (place["step"], place["layer"]), default={})
+    differences = [row["first_difference"]["step"] for row in requests if row["first_difference"]]
+    supports = (document["supports"] or {}).get("overlap", {})
+    ratios = document["ratios"]
+    return {
+        "equal_share": min((row["equal_share"] for row in requests), default=None),
+        "first_difference": min(differences, default=None),
+        "first_layer_step": first.get("step"),
+        "first_layer": first.get("layer"),
+        "overlap": supports.get("mean"),
+        "overlap_p5": supports.get("p5"),
+        "selection_overlap": (document["selections"] or {}).get("overlap", {}).get("mean"),
+        "retained_mass": document["b"]["retained_mass"],
+        "speed": ratios["tokens_per_second"],
+        "slow_time": ratios["slow_p50_us"],
+        "fast_time": ratios["fast_p50_us"],
+        "read_ratio": ratios["cache_read_ratio"],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A condition that fails a comparison which meets it: a metric's name, an operator and a number."""
+
+    text: str
+    name: str
+    compares: Callable[[float, float], bool]
+    number: float
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read `NAME OPERATOR NUMBER`; raises `ConfigError` for another text or an unknown name."""
+        match = LIMIT.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"fail-if must be NAME, one of {' '.join(OPERATORS)} and a number, got {text!r}; "
+                f"names: {', '.join(METRICS)}"
+            )
+        name, sign, number = match.groups()
+        if name not in METRICS:
+            raise unknown("fail-if name", name, METRICS)
+        return cls(text.strip(), name, OPERATORS[sign], float(number))
+
+    def value_of(self, document: Row) -> float:
+        """Return the comparison's number, infinite for a difference that was not found.
+
+        Raises `TraceError` if the traces do not have the number.
+        """
+        metrics: dict[str, float | None] = document["metrics"]
+        value = metrics[self.name]
+        if value is not None:
+            return value
+        if any(metrics[name] is not None for name in INFINITE.get(self.name, ())):
+            return math.inf
+        raise TraceError(
+            f"fail-if {self.text!r} needs {self.name}, which the traces do not have; record {METRICS[self.name]}"
+        )
+
+    def meets(self, document: Row) -> bool:
+        """Say whether the condition holds; raises as `value_of`."""
+        return self.compares(self.value_of(document), self.number)

@@ -1,4 +1,4 @@
-"""The result of a search: the front, the choice, confirmations, and the files written."""
+"""The result of a search: the front, the choice, confirmations; written as a document, a file and a figure."""
 
 import json
 import math
@@ -6,19 +6,58 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.machine.versions import versions
 from sfi_core.settings.config import SfiConfig, changed_settings
-from sfi_traces.replay import SCAN, Outcome, Setting
+from sfi_traces.figures import MUTED, new_figure, plain, save
+from sfi_traces.model.trace import Row
+from sfi_traces.replay import SCAN, Comparison, Outcome, Setting
 from sfi_traces.replay.setting import uses
-from sfi_traces.tune.front import Candidate, Confirmation, choose, even_places, front_of, no_feasible
 from sfi_traces.tune.space import NamedSet
-from sfi_traces.tune.study import Search
-from sfi_traces.tune.tuning import Tuning, costs
+from sfi_traces.tune.tuning import Candidate, Tuning, choose, even_places, search
 
 SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
          "bytes_per_token", "speedup")  # fmt: skip
+MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """A setting's prediction beside its run.
+
+    Attributes:
+        comparison: Over the steps whose earlier tokens are the trace's.
+        kl_next_token: Mean KL from dense attention's next-token distribution at fast steps, nats.
+        argmax_agreement: Share of fast steps with dense attention's most probable token.
+        decode_tokens_per_second: Speed without the audit.
+        exact_match: Whether the answer is right, word for word; None if the right one is unknown.
+    """
+
+    comparison: Comparison
+    kl_next_token: float | None
+    argmax_agreement: float | None
+    decode_tokens_per_second: float
+    exact_match: bool | None
+
+    @property
+    def error(self) -> float:
+        """Predicted retained mass (lower bound) less the measured one."""
+        return self.comparison.predicted.retained_mass - self.comparison.measured.retained_mass
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        compared = self.comparison
+        return {
+            "predicted": asdict(compared.predicted),
+            "measured": asdict(compared.measured),
+            "steps": sum(request.steps for request in compared.requests),
+            "recorded_steps": sum(request.recorded_steps for request in compared.requests),
+            "same_schedule": compared.same_schedule,
+            "error": self.error,
+            **{name: getattr(self, name) for name in MEASURED},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +65,7 @@ class TuneResult:
     """The result of a search.
 
     Attributes:
+        study: Optuna's.
         front: The settings that no other trial beats, cheapest first.
         chosen: Place of the recommended setting on the front; `rule` says why.
         interrupted: Whether Ctrl-C ended the search.
@@ -34,7 +74,7 @@ class TuneResult:
     """
 
     tuning: Tuning
-    search: Search
+    study: Any
     front: Sequence[Candidate]
     chosen: int
     rule: str
@@ -57,7 +97,7 @@ class TuneResult:
         attention's tokens per second. Ctrl-C leaves the result as it was.
         """
         places = even_places(len(self.front), count, self.chosen)
-        policies = [SCAN if self.front[place].setting.scans else "sfi" for place in places]
+        policies = [_policy(self.front[place].setting) for place in places]
         try:
             rows, speed = run([self.config(place) for place in places], policies)
         except KeyboardInterrupt:
@@ -78,18 +118,19 @@ class TuneResult:
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON, the tables and the figure."""
-        tuning = self.tuning
-        base, trials = tuning.space.base, self.search.complete()
+        tuning, base = self.tuning, self.tuning.space.base
+        trials = [trial for trial in self.study.trials if trial.values is not None]
         return {
             "traces": [str(trace.path) for trace in tuning.traces],
             "model": tuning.traces[0].manifest["model"]["name"],
-            "requests": len(tuning.evaluate.recorded),
-            "steps": sum(request.steps for request in tuning.evaluate.recorded),
+            "requests": len(tuning.requests),
+            "steps": sum(request.steps for request in tuning.requests),
             "space": tuning.space.to_dict(),
             "trigger_sets": [
                 {
-                    "name": named.name, "token_ids": sorted(named.token_ids),
-                    "strings": named.strings and list(named.strings), "texts": list(named.texts),
+                    "name": named.name,
+                    "token_ids": sorted(named.token_ids),
+                    "strings": named.strings and list(named.strings),
                 }
                 for named in tuning.space.sets.values()
             ],
@@ -97,7 +138,7 @@ class TuneResult:
             "trials": len(trials),
             "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
             "points": [[bytes_, -mass] for bytes_, mass in (trial.values for trial in trials)],
-            "recorded": _row(base, tuning.evaluate(base)),
+            "recorded": _row(base, tuning.outcome(base)),
             "recorded_budget": tuning.traces[0].manifest["config"]["budget"],
             "front": [
                 {**_row(candidate.setting, candidate.outcome), "chosen": place == self.chosen}
@@ -106,10 +147,10 @@ class TuneResult:
             "rule": self.rule,
             "confirmed": [{"place": place, **ran.to_dict()} for place, ran in (self.confirmed or {}).items()],
             "full_kv_tokens_per_second": self.full_kv_tokens_per_second,
-            "policy": SCAN if self.front and self.front[self.chosen].setting.scans else "sfi",
+            "policy": _policy(self.front[self.chosen].setting) if self.front else "sfi",
             "config": self.config(self.chosen).to_dict() if self.front else None,
             "interrupted": self.interrupted,
-        }  # fmt: skip
+        }
 
     def toml(self) -> str:
         """Return the chosen settings and their provenance, for `--config`."""
@@ -119,21 +160,18 @@ class TuneResult:
             **{name: ran["measured"][name] for name in SHOWN},
             **{k: v for k, v in ran.items() if k not in ("place", "predicted", "measured")},
         }
-        sets = self.tuning.space.sets
-        named = sets.get(chosen.setting.triggers) if chosen.setting.policy == "boundary" else None
         searched = [name for name in self.tuning.space.axes if uses(chosen.setting.policy, name)]
         return tuned_toml(
             self.config(self.chosen),
             ["trigger_policy", *searched],
             {
                 "command": "sfi tune",
-                "policy": SCAN if chosen.setting.scans else "sfi",
+                "policy": document["policy"],
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
                 "model": document["model"],
-                "trigger_set": named and named.name,
-                "trigger_texts": list(named.texts) if named and named.texts else None,
+                "trigger_set": chosen.setting.triggers if chosen.setting.policy == "boundary" else None,
                 "trials": document["trials"],
-                "sampler": type(self.search.study.sampler).__name__,
+                "sampler": type(self.study.sampler).__name__,
                 "rule": self.rule,
                 "limits": {k: v for k, v in document["limits"].items() if v is not None},
                 "versions": {**versions(), "optuna": version("optuna")},
@@ -148,22 +186,14 @@ class TuneResult:
 
 
 def find(tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int], None] = lambda _: None) -> TuneResult:
-    """Search with so many trials; `on_trial` is told how many are done. The front is empty only after Ctrl-C.
-
-    Raises `SfiError` if no trial keeps the limits.
-    """
-    search = Search.of(seed)
-
-    def measure(setting: Setting) -> tuple[tuple[float, float], dict[str, float]]:
-        outcome = tuning.evaluate(setting)
-        return costs(outcome), tuning.limits.violations(outcome)
-
-    interrupted = search.run(tuning.space.setting, measure, trials, first=tuning.space.base_values(), on_trial=on_trial)
-    front = front_of(search, tuning.space, tuning.evaluate)
-    if not front and not interrupted:
-        raise no_feasible(search, tuning.space, tuning.evaluate, tuning.limits)
+    """Search as `search` does, and choose; the front is empty only after Ctrl-C."""
+    study, front, interrupted = search(tuning, trials, seed=seed, on_trial=on_trial)
     chosen, rule = choose(front, tuning.limits) if front else (0, "")
-    return TuneResult(tuning=tuning, search=search, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
+    return TuneResult(tuning=tuning, study=study, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
+
+
+def _policy(setting: Setting) -> str:
+    return SCAN if setting.scans else "sfi"
 
 
 def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
@@ -172,7 +202,7 @@ def _row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
 
 
 def tuned_config(setting: Setting, chosen: NamedSet | None) -> SfiConfig:
-    """Return the config to run: a set of strings as strings, a mined one as token ids."""
+    """Return the config to run: a set of strings as strings, another one as token ids."""
     if chosen is None or setting.policy != "boundary":
         return setting.config
     if chosen.strings is not None:
@@ -200,7 +230,7 @@ def tuned_toml(config: SfiConfig, searched: Collection[str], provenance: Mapping
 def _toml(value: Any) -> str:
     # TOML has no null; JSON's strings, numbers and booleans are valid TOML, except for a bare DEL
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key} = {_toml(own)}' for key, own in value.items() if _has_value(own))}}}"
+        return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items() if _has_value(inner))}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -208,3 +238,54 @@ def _toml(value: Any) -> str:
 
 def _has_value(value: Any) -> bool:
     return value not in (None, {}) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def plot_tuning(document: Row, path: Path, *, kind: str) -> None:
+    """Draw retained mass against the bytes of a token, as "png" or "svg": trials, the front and measured settings.
+
+    The document, a tuning's, has at least one setting on the front.
+    """
+    figure = new_figure(7.5, 5.0)
+    axes: Any = figure.subplots()
+    points = [(bytes_ / 1e6, mass) for bytes_, mass in document["points"]]
+    axes.scatter(*zip(*points, strict=True), s=9, color="#9aa5b1", alpha=0.5, linewidths=0, label="trials")
+    front = list(map(_place, document["front"]))
+    axes.plot(*zip(*front, strict=True), "o-", color="tab:blue", markersize=4, linewidth=0.9, label="Pareto front")
+    axes.scatter(
+        *_place(document["recorded"]), s=70, marker="*", color="black", label="the trace's own setting", zorder=3
+    )
+    (chosen,) = (_place(row) for row in document["front"] if row["chosen"])
+    axes.scatter(*chosen, s=110, facecolors="none", edgecolors="tab:red", linewidths=1.6, label="chosen", zorder=4)
+    _draw_runs(axes, document)
+    plain(axes)
+    axes.set_xlabel("MB read for a token, byte model")
+    axes.set_ylabel("retained mass of fast steps, mean")
+    axes.legend(frameon=False, fontsize=8)
+    trials = f"{document['trials']:,} trials on {document['steps']:,} recorded steps"
+    figure.suptitle(f"{document['model']}: {trials}", fontsize=10, color=MUTED)
+    save(figure, path, kind=kind)
+
+
+def _draw_runs(axes: Any, document: Row) -> None:
+    # a run whose tokens soon differ is comparable on a few steps only, and is drawn where it was predicted
+    looks = {
+        "measured": ("x", "tab:orange"),
+        "WRONG answer when it ran": ("X", "tab:red"),
+        "other tokens when it ran": ("P", "tab:purple"),
+    }
+    places: dict[str, list[tuple[float, float]]] = {label: [] for label in looks}
+    for run in document["confirmed"]:
+        predicted = _place(document["front"][run["place"]])
+        if run["exact_match"] is False:
+            places["WRONG answer when it ran"].append(predicted)
+        elif run["steps"] < run["recorded_steps"]:
+            places["other tokens when it ran"].append(predicted)
+        else:
+            places["measured"].append(_place(run["measured"]))
+    for label, (marker, color) in looks.items():
+        if places[label]:
+            axes.scatter(*zip(*places[label], strict=True), s=60, marker=marker, color=color, label=label, zorder=5)
+
+
+def _place(row: Row) -> tuple[float, float]:
+    return row["bytes_per_token"] / 1e6, row["retained_mass"]

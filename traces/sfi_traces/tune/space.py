@@ -1,6 +1,6 @@
 """The search space of a tuning: settings, each with values or a range, and named trigger sets."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -13,9 +13,6 @@ from sfi_traces.replay.replay import check_budget
 from sfi_traces.replay.setting import SCAN, uses
 
 POLICY, POLICIES = "trigger_policy", ("boundary", "stride", "t-max")
-SEARCHED = (  # besides the policy and the trigger sets
-    "t_max", "trigger_delay", "min_gap", "slow_start", "stride", "budget", "recent", "span",
-)  # fmt: skip
 SETTINGS = settings_of(SfiConfig)
 LOG = 8  # a range of integers with a larger ratio of its ends is searched by its logarithm
 PUNCTUATION: dict[str, tuple[str, ...]] = {
@@ -33,51 +30,35 @@ class NamedSet:
     Attributes:
         token_ids: T_trig; for `strings` only the ids that the traces generated, all that a replay needs.
         strings: Strings that a tokenizer turns into the set; None if only ids are known.
-        texts: The tokens' texts, if known.
     """
 
     name: str
     token_ids: frozenset[int]
     strings: tuple[str, ...] | None = None
-    texts: tuple[str, ...] = ()
 
 
-def recorded_set(base: Setting) -> NamedSet:
-    """Return the trace's own set."""
-    config = base.config
-    strings = config.triggers if config.trigger_token_ids is None else None
-    return NamedSet(name=base.triggers, token_ids=base.trigger_token_ids, strings=strings)
+def trigger_sets_of(
+    base: Setting, traces: Sequence[Trace], given: Mapping[str, Sequence[str]], generated: set[int]
+) -> list[NamedSet]:
+    """Build trigger sets of strings by name, by default the base's own and, unless a trace is redacted, punctuation.
 
-
-def punctuation_sets(traces: Sequence[Trace]) -> list[NamedSet]:
-    """Build the punctuation sets from the generated tokens; none for a redacted trace."""
-    if any(trace.manifest["redacted"] for trace in traces):
-        return []
-    return given_sets(traces, PUNCTUATION)
-
-
-def given_sets(traces: Iterable[Trace], strings: Mapping[str, Sequence[str]]) -> list[NamedSet]:
-    """Build named sets by matching strings with the generated tokens; raises as `RecordedVocabulary`."""
-    vocabulary = RecordedVocabulary.of(traces)
-    return [
-        NamedSet(name=name, token_ids=vocabulary.trigger_ids(body), strings=tuple(body))
-        for name, body in strings.items()
-    ]
-
-
-def distinct(sets: Iterable[NamedSet], generated: Iterable[int]) -> list[NamedSet]:
-    """Drop sets that equal an earlier one on the generated tokens, and empty ones but for the first set.
-
-    Raises `ConfigError` if two sets have one name.
+    Sets that equal an earlier one on the `generated` tokens are left out, and empty ones but for the first set.
+    Raises as `RecordedVocabulary`.
     """
-    known = frozenset(generated)
+    sets, strings = [], given
+    if not given:
+        triggers = base.config.triggers if base.config.trigger_token_ids is None else None
+        sets.append(NamedSet(name=base.triggers, token_ids=base.trigger_token_ids, strings=triggers))
+        strings = {} if any(trace.manifest["redacted"] for trace in traces) else PUNCTUATION
+    if strings:
+        vocabulary = RecordedVocabulary.of(traces)
+        sets += [
+            NamedSet(name=name, token_ids=vocabulary.trigger_ids(body), strings=tuple(body))
+            for name, body in strings.items()
+        ]
     by_tokens: dict[frozenset[int], NamedSet] = {}
-    names: set[str] = set()
     for named in sets:
-        if named.name in names:
-            raise ConfigError(f"trigger-set must have a name of its own, got {named.name!r} twice")
-        names.add(named.name)
-        tokens = named.token_ids & known
+        tokens = named.token_ids & generated
         if tokens or not by_tokens:
             by_tokens.setdefault(tokens, named)
     return list(by_tokens.values())
@@ -85,10 +66,7 @@ def distinct(sets: Iterable[NamedSet], generated: Iterable[int]) -> list[NamedSe
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of the search: a field of `SfiConfig`, or "triggers" with names of trigger sets.
-
-    `values` are those to try, or with `is_range` both ends of a range.
-    """
+    """A dimension: a field of `SfiConfig`, or "triggers" with names of sets; `values`, or both ends of a range."""
 
     name: str
     values: tuple[Any, ...]
@@ -96,23 +74,17 @@ class Axis:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Self:
-        """Read `8,16,32`, `8:64` or one value.
-
-        Raises `ConfigError` for no value, an invalid one, or a range that does not ascend.
-        """
-        low, colon, high = text.partition(":")
-        if name in (POLICY, "triggers"):
-            words = [word.strip() for word in text.split(",") if word.strip()]
-            values: list[Any] = list(dict.fromkeys(words))
-        else:
-            words = [low, high] if colon else text.split(",")
-            values = [_number(name, word.strip(), text) for word in words]
-            if colon and values[0] > values[1]:
-                raise ConfigError(f"{name} must be an ascending range LOW:HIGH, got {text}")
-            values = list(dict.fromkeys(values))
-        if not values:
-            raise ConfigError(f"{name} must have a value, got {text!r}")
-        return cls(name, tuple(values), is_range=bool(colon) and len(values) > 1)
+        """Read `8,16,32`, `8:64` or one value; raises `ConfigError` for another text, or a range that descends."""
+        kind = SETTINGS[name].kind
+        is_range = ":" in text and kind is not str
+        words = text.split(":", 1) if is_range else text.split(",")
+        try:
+            values = tuple(dict.fromkeys(kind(word.strip()) for word in words))
+        except ValueError as error:
+            raise ConfigError(f"{name} must be numbers like 8,16,32 or a range like 8:64, got {text!r}") from error
+        if is_range and values[0] > values[-1]:
+            raise ConfigError(f"{name} must be an ascending range LOW:HIGH, got {text}")
+        return cls(name, values, is_range=is_range and len(values) > 1)
 
     def suggest(self, trial: Any) -> Any:
         """Let an Optuna trial pick a value; a single value is no parameter of the trial."""
@@ -127,16 +99,7 @@ class Axis:
 
     def has(self, value: Any) -> bool:
         """Say whether a value may be tried."""
-        if not self.is_range:
-            return value in self.values
-        return bool(self.values[0] <= value <= self.values[1])
-
-
-def _number(name: str, word: str, text: str) -> float:
-    try:
-        return float(word) if SETTINGS[name].kind is float else int(word)
-    except ValueError as error:
-        raise ConfigError(f"{name} must be numbers like 8,16,32 or a range like 8:64, got {text!r}") from error
+        return bool(self.values[0] <= value <= self.values[1]) if self.is_range else value in self.values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +112,7 @@ class Space:
 
     @classmethod
     def of(
-        cls, base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet], given: Mapping[str, str | None]
+        cls, base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet], given: Mapping[str, str]
     ) -> Self:
         """Combine given dimensions, values or ranges as `Axis.parse` reads them, with the default ones.
 
@@ -158,11 +121,14 @@ class Space:
         Raises `ConfigError` for a value that cannot run or has no effect, or if there is nothing to choose;
         `TraceError` for a budget beyond the audit's.
         """
-        texts = {name: text for name, text in given.items() if text is not None}
         axes = _defaults(base, recorded, sets)
-        axes |= {name: Axis.parse(name, text) for name, text in texts.items()}
-        _check(base, recorded, axes, set(texts))
+        axes |= {name: Axis.parse(name, text) for name, text in given.items()}
         policies = axes[POLICY].values
+        check_effect(given, policies)
+        for name, axis in axes.items():
+            for value in () if name in ("triggers", POLICY) else axis.values:
+                base.config.replace(**{name: value})
+        check_budget(recorded, max(axes["budget"].values))
         used = {n: axis for n, axis in axes.items() if n == POLICY or any(uses(policy, n) for policy in policies)}
         if all(len(axis.values) == 1 for axis in used.values()):
             raise ConfigError(
@@ -208,27 +174,20 @@ def _defaults(base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedS
     most = max(1, min(top, longest // 4))
     few = max(1, min(most, longest // 64))
     recent = max(1, min(512, longest // 8))
-    ranges = {
-        "t_max": (8, 128), "min_gap": (0, 16), "stride": (4, 64), "span": (0, 16),
-        "budget": (few, most), "recent": (min(32, recent), recent),
-    }  # fmt: skip
-    axes = {
-        POLICY: Axis(POLICY, (SCAN,) if base.scans else POLICIES),
-        "triggers": Axis("triggers", tuple(named.name for named in sets)),
-        "trigger_delay": Axis("trigger_delay", (0, 1, 2)),
-        "slow_start": Axis("slow_start", (1, 2)),
-    }
-    for name, (first, last) in ranges.items():
-        values = (first,) if first == last else (first, last)
-        axes[name] = Axis(name, values, is_range=first != last)
-    return {name: axes[name] for name in (POLICY, "triggers", *SEARCHED)}
+    axes = (  # in the order in which a trial is asked for them
+        Axis(POLICY, (SCAN,) if base.scans else POLICIES),
+        Axis("triggers", tuple(named.name for named in sets)),
+        _between("t_max", 8, 128),
+        Axis("trigger_delay", (0, 1, 2)),
+        _between("min_gap", 0, 16),
+        Axis("slow_start", (1, 2)),
+        _between("stride", 4, 64),
+        _between("budget", few, most),
+        _between("recent", min(32, recent), recent),
+        _between("span", 0, 16),
+    )
+    return {axis.name: axis for axis in axes}
 
 
-def _check(base: Setting, recorded: Sequence[Supports], axes: Mapping[str, Axis], given: set[str]) -> None:
-    check_effect(given, axes[POLICY].values)
-    for name, axis in axes.items():
-        if name not in ("triggers", POLICY):
-            for value in axis.values:
-                base.config.replace(**{name: value})
-    for supports in recorded:
-        check_budget(supports, max(axes["budget"].values))
+def _between(name: str, low: int, high: int) -> Axis:
+    return Axis(name, (low,) if low == high else (low, high), is_range=low != high)

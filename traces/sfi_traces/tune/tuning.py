@@ -1,16 +1,27 @@
-"""A tuning: traces, the search space and limits."""
+"""A tuning: traces, search space and limits; the search, an Optuna study; its front, and what to choose of it."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from itertools import chain
-from typing import Self
+from typing import Any, Self
 
-from sfi_core.errors import ConfigError
+import numpy as np
+
+from sfi_core.errors import ConfigError, SfiError, not_installed
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Outcome, Setting, Supports, replay
 from sfi_traces.replay.measured import check_one_model
 from sfi_traces.replay.replay import replayable
-from sfi_traces.tune.space import Space, distinct, given_sets, punctuation_sets, recorded_set
+from sfi_traces.tune.space import Space, trigger_sets_of
+
+RULES = {
+    "min-retained": "the cheapest that keeps the limits",
+    "max-read": "the one that keeps most within the limit",
+    "knee": "the knee: the closest to the fewest bytes and the most mass, each scaled to the front's range",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +52,6 @@ class Limits:
         return all(value <= 0 for value in self.violations(outcome).values())
 
 
-@dataclass(slots=True, kw_only=True)
-class Evaluator:
-    """Replays each setting once over every request."""
-
-    recorded: Sequence[Supports]
-    _known: dict[tuple[object, ...], Outcome] = field(default_factory=dict)
-
-    def __call__(self, setting: Setting) -> Outcome:
-        """Return a setting's outcome; raises `TraceError` for a budget beyond what an audit recorded."""
-        key = setting.key
-        if key not in self._known:
-            self._known[key] = replay(self.recorded, setting)
-        return self._known[key]
-
-
 def costs(outcome: Outcome) -> tuple[float, float]:
     """Return what a tuning makes small: the bytes of a token, and the retained mass with its sign turned."""
     return outcome.bytes_per_token, -outcome.retained_mass
@@ -63,20 +59,20 @@ def costs(outcome: Outcome) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What is searched, on which traces."""
+    """What is searched, on which traces; `recorded` has the supports of each, `known` the outcomes by setting."""
 
     traces: Sequence[Trace]
     recorded: Sequence[Sequence[Supports]]
     space: Space
     limits: Limits
-    evaluate: Evaluator
+    known: dict[tuple[Any, ...], Outcome] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
         traces: Sequence[Trace],
         *,
-        axes: Mapping[str, str | None],
+        axes: Mapping[str, str],
         trigger_sets: Mapping[str, Sequence[str]],
         limits: Limits,
     ) -> Self:
@@ -94,8 +90,113 @@ class Tuning:
         recorded = [Supports.load(trace) for trace in traces]
         requests = list(chain.from_iterable(recorded))
         base = replayable(Setting.recorded(traces[0]), requests)
-        sets = given_sets(traces, trigger_sets) if trigger_sets else [recorded_set(base), *punctuation_sets(traces)]
         generated = {token for request in requests for token in request.tokens}
-        space = Space.of(base, requests, distinct(sets, generated), axes)
-        evaluate = Evaluator(recorded=requests)
-        return cls(traces=traces, recorded=recorded, space=space, limits=limits, evaluate=evaluate)
+        space = Space.of(base, requests, trigger_sets_of(base, traces, trigger_sets, generated), axes)
+        return cls(traces=traces, recorded=recorded, space=space, limits=limits)
+
+    @property
+    def requests(self) -> list[Supports]:
+        """The supports of every request."""
+        return list(chain.from_iterable(self.recorded))
+
+    def outcome(self, setting: Setting) -> Outcome:
+        """Replay a setting over every request, once; raises `TraceError` for a budget beyond the audit's."""
+        key = setting.key
+        if key not in self.known:
+            self.known[key] = replay(self.requests, setting)
+        return self.known[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A setting of the front with its replayed outcome."""
+
+    setting: Setting
+    outcome: Outcome
+
+
+def check_optuna() -> None:
+    """Raise `BackendError` if a package of the extra is missing."""
+    for package in ("optuna", "scipy"):
+        if find_spec(package) is None:
+            raise not_installed("tuning needs", package, "tune")
+
+
+def search(
+    tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int], None] = lambda _: None
+) -> tuple[Any, list[Candidate], bool]:
+    """Try so many settings, at first the trace's own; the same seed tries the same ones.
+
+    `on_trial` is told how many trials are done. Returns the study, in memory; the settings that keep the limits and
+    that no other trial beats, cheapest first, each once; and whether Ctrl-C ended it.
+
+    Raises `SfiError` if no trial keeps the limits.
+    """
+    import optuna  # noqa: PLC0415 - an extra
+
+    optuna.logging.set_verbosity(logging.CRITICAL)
+    settings: list[Setting] = []
+    interrupted = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+        if first := tuning.space.base_values():
+            study.enqueue_trial(first)
+        try:
+            for number in range(trials):
+                trial = study.ask()
+                settings.append(tuning.space.setting(trial))
+                outcome = tuning.outcome(settings[-1])
+                for name, value in tuning.limits.violations(outcome).items():
+                    trial.set_constraint(name, value)
+                study.tell(trial, costs(outcome))
+                on_trial(number + 1)
+        except KeyboardInterrupt:
+            interrupted = True
+        best = {settings[trial.number].key: settings[trial.number] for trial in study.best_trials}
+    if not best and not interrupted:
+        raise _none_keeps(tuning.limits, [tuning.outcome(setting) for setting in settings])
+    front = [Candidate(setting=setting, outcome=tuning.outcome(setting)) for setting in best.values()]
+    return study, sorted(front, key=lambda candidate: costs(candidate.outcome)), interrupted
+
+
+def _none_keeps(limits: Limits, outcomes: Sequence[Outcome]) -> SfiError:
+    # says how close the best trial comes to the limits
+    closest = min(outcomes, key=lambda outcome: sum(max(0.0, value) for value in limits.violations(outcome).values()))
+    wanted, got = [], []
+    if limits.min_retained is not None:
+        wanted.append(f"keep at least {limits.min_retained:g}")
+        got.append(f"keeps {closest.retained_mass:.4g}")
+    if limits.max_read is not None:
+        wanted.append(f"read at most {limits.max_read:g}")
+        got.append(f"reads {closest.read_ratio:.4g}")
+    rule, best = " and ".join(wanted), " and ".join(got)
+    return SfiError(f"a trial must {rule}, got none in {len(outcomes)}: the closest {best}")
+
+
+def choose(front: Sequence[Candidate], limits: Limits) -> tuple[int, str]:
+    """Choose a setting of the front; return its place and the rule.
+
+    With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With
+    only a limit of what is read it is the one that retains most; without limits the knee.
+    """
+    table = np.array([costs(candidate.outcome) for candidate in front])
+    if limits.min_retained is not None:
+        return int(table[:, 0].argmin()), RULES["min-retained"]
+    if limits.max_read is not None:
+        return int(table[:, 1].argmin()), RULES["max-read"]
+    low, high = table.min(0), table.max(0)
+    scaled = (table - low) / np.where(high > low, high - low, 1)
+    return int((scaled**2).sum(1).argmin()), RULES["knee"]
+
+
+def even_places(count: int, wanted: int, included: int) -> list[int]:
+    """Return `wanted` of `count` places, evenly apart and with `included` among them."""
+    if wanted >= count:
+        return list(range(count))
+    if wanted <= 1:
+        return [included] if wanted else []
+    places = np.linspace(0, count - 1, wanted).round().astype(int)
+    places[np.abs(places - included).argmin()] = included
+    return sorted(set(places.tolist()))

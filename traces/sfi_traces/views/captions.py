@@ -6,7 +6,7 @@ from sfi_core.machine.text import printable
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
 from sfi_traces.model.trace import Place
-from sfi_traces.views.figure_data import MOST_LAG, REST, Lambda, Retained, Timeline
+from sfi_traces.views.figure_data import MOST_LAG, Lambda, Timeline
 
 
 class Caption(NamedTuple):
@@ -32,30 +32,24 @@ def subject(request: Request) -> str:
     return ", ".join(words)
 
 
-def support(request: Request, top: int) -> str:
-    """Describe supports of `top` positions; an import may have an indexer's selections instead."""
-    imported = request.trace.imported
-    if imported and imported["kind"] == "selections":
-        return f"Imported selections of up to {top} positions"
-    return f"Top-{top} of dense attention"
+def support(request: Request) -> str:
+    """Describe the supports; an import may have an indexer's selections instead."""
+    if request.trace.reads_own_selection:
+        return f"Imported selections of up to {request.k} positions"
+    return f"Top-{request.k} of dense attention"
 
 
 def stability(request: Request, shown: Supports) -> Caption:
     """Caption the heat map of the steps in `shown`."""
-    whole = request.supports
-    note = f"{support(request, request.k)}, {places(whole.places)}."
-    if not any(request.steps.text):
-        note += " Axes: steps."
-    else:
-        note += " Axes: the generated text."
-    note += " Lines: sentence boundaries."
-    return Caption("Support overlap of every two steps", note + left_out(request, whole, shown))
+    axes = "the generated text" if any(request.steps.text) else "steps"
+    note = f"{support(request)}, {places(request.supports.places)}. Axes: {axes}. Lines: sentence boundaries."
+    return Caption("Support overlap of every two steps", note + left_out(request, shown))
 
 
 def lag(request: Request) -> Caption:
     """Caption the overlap by lag."""
     note = (
-        f"{support(request, request.k)}, {places(request.supports.places)}. Pairs of audited steps up to "
+        f"{support(request)}, {places(request.supports.places)}. Pairs of audited steps up to "
         f"{MOST_LAG} steps apart; bands hold 10 to 90 % of them. Two random ones overlap by "
         f"{request.supports.chance:.3f}.{layers_left_out(request)}"
     )
@@ -64,29 +58,20 @@ def lag(request: Request) -> Caption:
 
 def lambda_star(data: Lambda) -> Caption:
     """Caption lambda* over time."""
-    where = f"in {places(data.places)}"
-    if many := _many(data.places):
-        where = f"median and 10 to 90 % of {many}"
-    note = f"Weight of the prior at each refresh, {where}."
-    return Caption("lambda* over time", f"{note} {data.clipped:.0%} of all values stand at the clip.")
+    many = _many(data.places)
+    where = f"median and 10 to 90 % of {many}" if many else f"in {places(data.places)}"
+    note = f"Weight of the prior at each refresh, {where}. {data.clipped:.0%} of all values stand at the clip."
+    return Caption("lambda* over time", note)
 
 
-def retained(request: Request, data: Retained) -> Caption:
-    """Caption the retained mass, or what stands in for it."""
-    mass = data.of_place
+def retained(mass: dict[Place, float], steps: int) -> Caption:
+    """Caption the retained mass."""
     least, most = (places([end(sorted(mass), key=mass.__getitem__)]) for end in (min, max))
-    worst = f"Least in {least}; most in {most}."
-    if data.coverage:
-        return Caption(
-            f"Attention mass in the top-{request.k} positions",
-            f"Mean over {data.steps:,} audited steps, all slow: they left nothing out, so there is no "
-            f"retained mass. {worst}",
-        )
-    return Caption(
-        "Retained mass of fast steps",
-        f"Share of dense attention's probability that a step attended, mean over {data.steps:,} fast "
-        f"audited steps. {worst}",
+    note = (
+        f"Share of dense attention's probability that a step attended, mean over {steps:,} fast audited steps. "
+        f"Least in {least}; most in {most}."
     )
+    return Caption("Retained mass of fast steps", note)
 
 
 def timeline(data: Timeline) -> Caption:
@@ -103,25 +88,22 @@ def timeline(data: Timeline) -> Caption:
     return Caption("What each step's time went to", note)
 
 
-def places(found: list[Place]) -> str:
+def places(shown: list[Place]) -> str:
     """Name the layers and KV heads of a figure."""
-    layers, heads = ({place[axis] for place in found} for axis in (0, 1))
-    one = [
-        f"{name} {next(iter(values))}" for name, values in (("layer", layers), ("KV head", heads)) if len(values) == 1
-    ]
-    many = _many(found)
-    return ", ".join(one + ([f"mean over {many}"] if many else []))
+    axes = zip(("layer", "KV head"), map(set, zip(*shown, strict=True)), strict=True)
+    words = [f"{name} {next(iter(values))}" for name, values in axes if len(values) == 1]
+    many = _many(shown)
+    return ", ".join(words + ([f"mean over {many}"] if many else []))
 
 
-def _many(found: list[Place]) -> str:
-    layers, heads = (len({place[axis] for place in found}) for axis in (0, 1))
-    counts = ((layers, "layers"), (heads, "KV heads"))
-    return " x ".join(f"{count} {name}" for count, name in counts if count > 1)
+def _many(shown: list[Place]) -> str:
+    axes = zip(("layers", "KV heads"), map(set, zip(*shown, strict=True)), strict=True)
+    return " x ".join(f"{len(values)} {name}" for name, values in axes if len(values) > 1)
 
 
-def left_out(request: Request, whole: Supports, shown: Supports) -> str:
+def left_out(request: Request, shown: Supports) -> str:
     """Say how many steps were not audited, and how many audited ones are not drawn; "" if none."""
-    said = layers_left_out(request)
+    whole, said = request.supports, layers_left_out(request)
     if whole.steps < len(request.steps.step):
         said += f" {whole.steps:,} of {len(request.steps.step):,} steps were audited."
     drawn = len(shown.step_N)
@@ -139,19 +121,7 @@ def layers_left_out(request: Request) -> str:
 
 
 LONGEST = 14  # characters of a label
-# colors visible on white and on black
-SLOW, WITHIN, ACROSS, CLIP = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0"
-PHASES = {
-    "attention.fast": "#2f7fc1",
-    "attention.dense": "#d1495b",
-    "attention.mixed": "#8e6bbf",
-    "selector": "#e08a2e",
-    "top_k": "#c9a227",
-    "pack": "#3aa17e",
-    "append": "#2aa5b8",
-    "sample": "#b5739d",
-    REST: "#bcc5cf",
-}
+SLOW, WITHIN, ACROSS, CLIP = "#d1495b", "#2f7fc1", "#e08a2e", "#8a94a0"  # visible on white and on black
 
 
 def visible(text: str, longest: int = LONGEST) -> str:

@@ -9,16 +9,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
-from sfi_traces.health.measured import AT_CLIP
+from sfi_traces.health.measures import AT_CLIP
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import MOST_STEPS, thinning
 from sfi_traces.model.trace import Place, rows_of
 
-PHASES = (  # innermost spans, in a bar's order
-    "attention.fast", "attention.dense", "attention.mixed", "selector", "top_k", "pack", "append", "sample",
-)  # fmt: skip
 AUDIT = ("audit", "shadow")  # spans of the audit itself
 REST = "rest of the step"
+PHASES = {  # innermost spans, in a bar's order, with colors visible on white and on black
+    "attention.fast": "#2f7fc1",
+    "attention.dense": "#d1495b",
+    "attention.mixed": "#8e6bbf",
+    "selector": "#e08a2e",
+    "top_k": "#c9a227",
+    "pack": "#3aa17e",
+    "append": "#2aa5b8",
+    "sample": "#b5739d",
+    REST: "#bcc5cf",
+}
 MOST_BARS = 2000
 MOST_LAG = 128
 SPREAD = (0.1, 0.9)  # quantiles of a band
@@ -32,9 +40,9 @@ def color_range(overlap: np.ndarray) -> tuple[float, float]:
     return float(np.floor(others.min() * 10) / 10), float(np.ceil(others.max() * 10) / 10)
 
 
-def axis_range(*values: np.ndarray) -> tuple[float, float]:
+def axis_range(*values: np.ndarray | float) -> tuple[float, float]:
     """Choose the ends of an axis of overlaps: a little beyond all values, within 0 and 1."""
-    known = np.concatenate(values)
+    known = np.hstack(values)
     low, high = float(known.min()), float(known.max())
     room = max(0.02, 0.06 * (high - low))
     return max(0.0, low - room), min(1.0, high + room)
@@ -82,20 +90,22 @@ def lag_lines(request: Request, most: int = MOST_LAG) -> tuple[LagLine, LagLine]
 
 
 def _line(name: str, value: np.ndarray, lag: np.ndarray) -> LagLine:
-    order = np.argsort(lag, kind="stable")
-    value, lag = value[order].astype(np.float64), lag[order]
-    lags, first, pairs = np.unique(lag, return_index=True, return_counts=True)
-    groups = np.split(value, first[1:]) if len(lags) else []
+    lags, groups = _grouped(value, lag)
     low, high = (np.array([np.quantile(group, share) for group in groups]) for share in SPREAD)
-    return LagLine(name, lags, np.array([group.mean() for group in groups]), low, high, pairs)
+    mean, pairs = np.array([group.mean() for group in groups]), np.array([len(group) for group in groups], int)
+    return LagLine(name, lags, mean, low, high, pairs)
+
+
+def _grouped(value: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    # the keys, ascending, and the values of each
+    order = np.argsort(key, kind="stable")
+    keys, first = np.unique(key[order], return_index=True)
+    return keys, np.split(value[order].astype(np.float64), first[1:]) if len(keys) else []
 
 
 @dataclass(frozen=True, slots=True)
 class Lambda:
-    """The prior's weight lambda* at each refresh: quantiles over layers and KV heads, the upper bound.
-
-    `clipped` is the share of all values at the bound.
-    """
+    """lambda* at each refresh: quantiles over layers and KV heads; its bound, and the share of all values there."""
 
     step: np.ndarray
     median: np.ndarray
@@ -110,15 +120,14 @@ def lambda_over_time(request: Request) -> Lambda:
     """Read lambda* at each refresh; raises `TraceError` if the run had no Selector, or all values are the clip."""
     wanted = rows_of(request.index, request.layer, request.head) & pc.field("lambda_star").is_valid()
     columns = ["step", "layer", "head", "lambda_star"]
-    rows = request.trace.rows("selections", columns, wanted).sort_by("step")
+    rows = request.trace.rows("selections", columns, wanted)
     if not len(rows):
         raise TraceError(
             f"trace {request.trace.path} has no lambda* of request {request.index}, recorded with policy "
             f"{request.trace.manifest['policy']}; record it with --policy sfi"
         )
     value = rows["lambda_star"].to_numpy().astype(np.float64)
-    step, first = np.unique(rows["step"].to_numpy(), return_index=True)
-    groups = np.split(value, first[1:])
+    step, groups = _grouped(value, rows["step"].to_numpy())
     low, median, high = (
         np.array([np.quantile(group, share) for group in groups]) for share in (SPREAD[0], 0.5, SPREAD[1])
     )
@@ -149,38 +158,21 @@ class HeadMap:
         return cls(layers, heads, np.array(value))
 
 
-@dataclass(frozen=True, slots=True)
-class Retained:
-    """Retained mass: the mean of each layer and KV head over so many audited steps.
+def retained_mass(request: Request) -> tuple[dict[Place, float], int]:
+    """Average the retained mass of each layer and KV head over the audited fast steps; return their number too.
 
-    `coverage` says that no fast step was audited, and the mass is that of the supports.
+    Raises `TraceError` without an audit, a fast step or masses.
     """
-
-    of_place: dict[Place, float]
-    steps: int
-    coverage: bool
-
-    @property
-    def map(self) -> HeadMap:
-        """The means as a map."""
-        return HeadMap.of(self.of_place)
-
-
-def retained_mass(request: Request) -> Retained:
-    """Average the retained mass over the audited fast steps; raises `TraceError` without audit or masses."""
     request.trace.require_audit()
     request.trace.require_masses()
     columns = ["step", "layer", "head", "retained_mass"]
     rows = request.trace.rows("supports", columns, request.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(request.steps.step[~request.steps.slow])))
     if not len(rows):
-        supports = request.supports
-        held_UN = supports.mass_NUK.sum(-1).T.copy()
-        mass = dict(zip(supports.places, held_UN.mean(-1), strict=True))
-        return Retained(mass, supports.steps, coverage=True)
+        raise TraceError(f"trace {request.trace.path} has no audited fast step, and so no retained mass")
     means = rows.group_by(["layer", "head"]).aggregate([("retained_mass", "mean")])
     mass = {(row["layer"], row["head"]): row["retained_mass_mean"] for row in means.to_pylist()}
-    return Retained(mass, len(pc.unique(rows["step"])), coverage=False)
+    return mass, len(pc.unique(rows["step"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,11 +180,9 @@ class Timeline:
     """The time of each decoding step by phase.
 
     Attributes:
-        step: First step of each bar; step 0, the prefill, is left out.
-        per_bar: Steps that a bar averages; 1 unless there are many.
-        phases: Microseconds by the name of each phase that took any.
+        step: First step of each bar, which averages `per_bar` steps; step 0, the prefill, is left out.
+        phases: Microseconds by the name of each phase that took any, without the audit's mean time, `audit_us`.
         prefill_us: Wall time of step 0; None where it was not recorded.
-        audit_us: Mean time of the audit in a step; not in `phases`.
         stepless: Drafting passes of a lossless run whose token was rejected, so that they have no step.
     """
 
@@ -214,7 +204,7 @@ def step_phases(request: Request) -> Timeline:
     steps, later = request.steps, request.steps.step >= 1
     step = steps.step[later]
     spent_us = _spans(request, steps.batch_step[later])
-    phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES}
+    phases = {name: spent_us.get(name, np.zeros(len(step))) for name in PHASES if name != REST}
     audit_us = sum((spent_us.get(name, np.zeros(len(step))) for name in AUDIT), np.zeros(len(step)))
     taken = sum(phases.values()) + audit_us
     phases[REST] = np.maximum(0, steps.elapsed_us[later] - taken)

@@ -5,24 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.selections import StepMass
-from sfi_traces.model.steps import Bools
 from sfi_traces.model.supports import even_shares
 from sfi_traces.model.trace import Trace
-from sfi_traces.overlap import Ints
-from sfi_traces.views.words import ALL, RECENT, SELECTED, SINK, Passage, Passages
+from sfi_traces.views.words import ALL, RECENT, SELECTED, SINK, Passage, read_passages
 
-PROMPT_TAIL = 400  # tokens of the prompt before the generated text
-REDACTED = "(the trace has no text)"
 MEASURES = ("retained_mass", "overlap_previous_step", "overlap_last_refresh")
-
-Numbers = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,12 +25,12 @@ class Strip:
     `added` are bins above an even share that were not at the audited step before, `removed` the reverse.
     """
 
-    mass: Numbers
-    added: Bools
-    removed: Bools
-    sink: Bools
-    recent: Bools
-    selected: Bools
+    mass: np.ndarray
+    added: np.ndarray
+    removed: np.ndarray
+    sink: np.ndarray
+    recent: np.ndarray
+    selected: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,17 +38,12 @@ class Frame:
     """One step.
 
     Attributes:
-        before: Text before the current sentence, from the end of the prompt on.
-        sentence: The current sentence before this step's token.
         row: The step's row of the table `steps`.
         measures: Retained mass and overlaps by column name, means over the request's `places`; None where not recorded.
         lambda_star: Mean lambda* of a refresh; None without a Selector.
         dense: The row of `logits`, if dense attention has another most probable token.
     """
 
-    before: str
-    sentence: str
-    token: str
     row: dict[str, Any]
     measures: dict[str, float | None]
     lambda_star: float | None
@@ -67,39 +55,27 @@ def playable(
     request: int | None = None,
     layers: Collection[int] | None = None,
     heads: Collection[int] | None = None,
-    *,
-    audited: bool = True,
 ) -> Request:
     """Open one request of a trace, by default the first, with the layers and KV heads that fast steps change.
 
-    `audited` refuses a trace without an audit, which has no strips.
-
-    Raises `TraceError` for a trace without a step or an audit, or of a lossless run; `ConfigError` for a request,
-    layer or head that it lacks.
+    Raises `TraceError` for a trace without a step or of a lossless run; `ConfigError` for a request, layer or head that
+    it lacks.
     """
-    if audited or trace.lossless:
+    if trace.lossless:
         trace.require_audit()
     chosen = Request(trace, request)
-    places = chosen.support_rows.places()
-    if not places and not audited:
-        places = chosen.selection_rows.places() or chosen.places
+    places = chosen.support_rows.places() or chosen.selection_rows.places() or chosen.places
     places = [place for place in places if place[0] not in trace.manifest["config"]["dense_layers"]]
     if not places:
-        raise TraceError(f"trace {trace.path} has no audited step of a layer that fast steps change")
+        raise TraceError(f"trace {trace.path} has no layer that fast steps change")
     chosen.choose(layers, heads, places)
     return chosen
 
 
 def frame(request: Request, step: int) -> Frame:
     """Return what is shown of a step."""
-    row = request.rows.slice(step, 1).to_pylist()[0]
-    first, texts = sentence_begin(request, step), request.steps.text
-    tail = "".join(request.words[: request.prompt_tokens][-PROMPT_TAIL:])
     return Frame(
-        before=REDACTED if row["token_text"] is None else tail + "".join(texts[:first]),
-        sentence="".join(texts[first:step]),
-        token=texts[step],
-        row=row,
+        row=request.rows.slice(step, 1).to_pylist()[0],
         measures=_means(request.support_rows.at(step), MEASURES),
         lambda_star=_means(request.selection_rows.at(step), ["lambda_star"])["lambda_star"],
         dense=request.compared[step] if step in request.disagreeing else None,
@@ -125,16 +101,16 @@ def strip(request: Request, step: int, width: int) -> Strip:
     earlier = request.support_rows.last(step - 1)
     old = mass if earlier is None else _mass(request, earlier, width, length)
     lit, was_lit = mass > 1 / width, old > 1 / width
-    bins = np.arange(length) * width // length
+    bins, every_bin = np.arange(length) * width // length, np.arange(width)
     audited = is_audited(request, step)
     selected = np.concatenate([np.empty(0, int), *request.in_force(step).values()])
     return Strip(
         mass=mass,
         added=lit & ~was_lit & audited,
         removed=was_lit & ~lit & audited,
-        sink=_marked(bins[: memory.sink], width),
-        recent=_marked(bins[memory.start_N[step] :], width),
-        selected=_marked(bins[selected], width),
+        sink=np.isin(every_bin, bins[: memory.sink]),
+        recent=np.isin(every_bin, bins[memory.start_N[step] :]),
+        selected=np.isin(every_bin, bins[selected]),
     )
 
 
@@ -150,24 +126,18 @@ def passages(request: Request, step: int, most: int = 40) -> list[Passage]:
 
     reads = request.reads(step)
     mass = StepMass.of(even_shares(request.support_rows.at(step)), reads)
-    ranked = sorted(Passages(request.words, reads, mass).read(), key=weight)
+    ranked = sorted(read_passages(request.words, reads, mass), key=weight)
     sink, recent = ([passage for passage in ranked if passage.part == part] for part in (SINK, RECENT))
     return [*sink, *[passage for passage in ranked if passage.part in (SELECTED, ALL)][:most], *recent]
 
 
-def _mass(request: Request, step: int, width: int, length: int) -> Numbers:
+def _mass(request: Request, step: int, width: int, length: int) -> np.ndarray:
     rows = even_shares(request.support_rows.at(step))  # an import may have no masses
     position, mass = (pc.list_flatten(rows[name]).to_numpy() for name in ("positions", "mass"))
     bins = position.astype(np.int64) * width // length
     share = mass.astype(np.float64) / len(request.places)
-    return np.asarray(np.bincount(bins, share, minlength=width), np.float64)
+    return np.bincount(bins, share, minlength=width)
 
 
 def _means(rows: pa.Table, names: Sequence[str]) -> dict[str, float | None]:
     return {name: pc.mean(rows[name]).as_py() if len(rows) else None for name in names}
-
-
-def _marked(bins: Ints, width: int) -> Bools:
-    marks = np.zeros(width, np.bool_)
-    marks[bins] = True
-    return marks

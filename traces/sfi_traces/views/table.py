@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 Row = Mapping[str, Any]
@@ -28,7 +27,7 @@ class Table:
     @classmethod
     def of(cls, title: str, columns: Columns, rows: Iterable[Row], **more: Any) -> Self:
         """Write the columns of each row."""
-        return cls(title, (*columns,), [[written(one, row) for one in columns.values()] for row in rows], **more)
+        return cls(title, (*columns,), [[written(column, row) for column in columns.values()] for row in rows], **more)
 
 
 def written(column: Column, row: Row) -> str:
@@ -88,47 +87,10 @@ def dense_words(row: Mapping[str, Any]) -> str:
     return token if probability is None else f"{token} ({probability:.0%})"
 
 
-NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {  # title: name, function that writes it
-    "steps": ("steps", count),
-    "slow steps": ("slow", count),
-    "share of slow steps": ("slow_share", percent),
-    "cache read": ("cache_read_ratio", percent),
-    "retained mass of fast steps": ("retained_mass", number),
-    "lambda*": ("lambda_star", partial(number, digits=4)),
-    "prefill": ("prefill_p50_us", duration),
-    "slow step, p50": ("slow_p50_us", duration),
-    "fast step, p50": ("fast_p50_us", duration),
-    "tokens/s": ("tokens_per_second", partial(number, digits=1)),
-}
-SPREAD = ("mean", "sd", "p5", "p50", "p95")
+SPREAD = ("mean", "sd", "p5", "p50", "p95", "n")  # columns of a distribution
 
 
-def numbers_table(document: Row) -> Table:
-    """Show the numbers of both, and what B's are over A's."""
-    sides = document["a"], document["b"]
-    rows = [("policy", *(side["policy"] for side in sides), "")]
-    for title, (name, write) in NUMBERS.items():
-        factor = document["ratios"].get(name)
-        rows.append((title, *(write(side[name]) for side in sides), "" if factor is None else ratio(factor)))
-    rows.append(("audit's cost in times", *("yes" if side["audited"] else "no" for side in sides), ""))
-    return Table("", ("", "A", "B", "B / A"), rows)
-
-
-def overlap_tables(document: Row) -> list[Table]:
-    """Show by layer how far supports and selections overlap; [] if neither was recorded in both."""
-    tables = []
-    for name in ("supports", "selections"):
-        if found := document[name]:
-            layers = [("all", found["overlap"]), *((str(one["layer"]), one["overlap"]) for one in found["layers"])]
-            rows = [(place, *(number(values[of]) for of in SPREAD), count(values["n"])) for place, values in layers]
-            cut = document["supports_cut_to"] if name == "supports" else None
-            title = f"Overlap of the {name} at equal steps" + (f", both cut to the top {cut:,}" if cut else "")
-            tables.append(Table(title, ("layer", *SPREAD, "n"), rows))
-    return tables
-
-
-def place_words(layer: Row) -> str:
-    """Describe a request's `first_layer` in words."""
-    heads = ", ".join(map(str, layer["heads"]))
-    what = "other positions" if layer["positions"] else "another retained mass"
-    return f"step {layer['step']:,}: layer {layer['layer']}, KV head {heads}, {what} in {layer['table']}"
+def spread(values: Row | None, digits: int = 3) -> list[str]:
+    """Write the columns `SPREAD` of a distribution; None is one of nothing."""
+    known = values or {"n": 0}
+    return [*(number(known.get(name), digits) for name in SPREAD[:-1]), count(known["n"])]

@@ -4,8 +4,10 @@ Paper gap: what a passage is. Positions with at most `GAP` others between them a
 sentence once it has `LONG` tokens, and with `LONGEST` at the latest.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,13 @@ SINK, SELECTED, RECENT, ALL, MISSED = "sink", "selected", "recent", "all", "miss
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A stretch of positions.
+    """A stretch of positions, `last` included; where it is missed, read stands for missed.
 
     Attributes:
         part: "sink", "selected", "recent"; "all" where the step read everything; "missed".
-        last: Last position, included.
-        tokens: Positions that some layer and KV head read; in a missed passage, did not read.
-        places: Layers and KV heads that read any of them; in a missed passage, that missed any.
+        tokens: Positions that some layer and KV head read; `places` are those that read any.
         share: Share of the (position, layer, KV head) triples that are read, of the places that read any so.
-        mass: Share of dense attention on these positions, the mean over audited layers and KV heads; None if
-            the step was not audited.
+        mass: Share of dense attention, the mean over audited layers and KV heads; None without an audit.
     """
 
     part: str
@@ -51,12 +50,10 @@ class StepWords:
     Attributes:
         reason: Why it was slow; "" for a fast step.
         attended: Tokens read per KV head, the mean over all layers, as recorded.
-        audited: The layers and KV heads in `places` whose mass the trace has.
-        places: Layers and KV heads of full-attention layers.
+        places: Layers and KV heads of full-attention layers; `audited` are those whose mass the trace has.
         refreshed: Steps whose selections the step read.
         passages: What it read; sorted by mass, then by number of places.
-        missed: What dense attention attended to and the step did not read, most mass first. Empty without an
-            audit of the step, or masses, which an import may lack.
+        missed: What dense attention attended to and the step did not read, most mass first; empty without masses.
         dense: The step's row of the table `logits`; None if the step was not compared.
         notes: What the trace leaves open.
     """
@@ -72,9 +69,9 @@ class StepWords:
     refreshed: list[int]
     passages: list[Passage]
     missed: list[Passage]
-    dense: dict[str, Any] | None = None
-    masses: bool = True
-    notes: list[str] = field(default_factory=list)
+    dense: dict[str, Any] | None
+    masses: bool
+    notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
@@ -112,10 +109,7 @@ def step_words(request: Request, step: int) -> StepWords:
             f"trace {request.trace.path} has no positions of its selections; record it with --set trace.positions=true"
         )
     texts = text_of(request)
-    mass = StepMass({})
-    if request.trace.masses:
-        mass = StepMass.of(request.support_rows.at(step), read)
-    passages = Passages(texts, read, mass)
+    mass = StepMass.of(request.support_rows.at(step), read) if request.trace.masses else StepMass({})
     return StepWords(
         step=step,
         slow=bool(steps.slow[row]),
@@ -123,11 +117,11 @@ def step_words(request: Request, step: int) -> StepWords:
         token=steps.text[row],
         context=int(steps.context[row]),
         attended=float(steps.attended[row]),
-        audited=list(mass.found),
+        audited=list(mass.by_place),
         places=list(read.places),
         refreshed=read.refreshed,
-        passages=_ranked(passages.read()),
-        missed=_ranked(passages.missed()),
+        passages=_ranked(read_passages(texts, read, mass)),
+        missed=_ranked(missed_passages(texts, read, mass)),
         dense=request.compared.get(step),
         masses=request.trace.masses,
         notes=list(_notes(request, row, read)),
@@ -152,97 +146,90 @@ def _notes(request: Request, row: int, read: StepReads) -> Iterator[str]:
         )
 
 
-class Passages:
-    """Cuts what a step read, and what it missed, into passages."""
+def read_passages(texts: Sequence[str], reads: StepReads, mass: StepMass) -> list[Passage]:
+    """Return the selected passages, then the sink and the recent tokens; of a step that read everything all of it.
 
-    def __init__(self, texts: Sequence[str], reads: StepReads, mass: StepMass) -> None:
-        """Take the text of each position of the context, and where the step's attention lay."""
-        self._texts, self._reads, self._mass = texts, reads, mass
-        self._context = reads.context
+    `texts` has the text of each position, `mass` where the step's attention lay.
+    """
+    context = reads.context
+    weight = mass.weight(context, read=True) if mass.by_place else None
+    if len(reads.dense) < len(reads.places):
+        passages = _cut(SELECTED, texts, reads.selected or {}, weight, context, reads.sink, reads.recent)
+        ends = [(SINK, 0, reads.sink), (RECENT, reads.recent, context)]
+    elif mass.by_place:
+        return _cut(ALL, texts, mass.marks(read=True), weight, context)
+    else:
+        passages, ends = [], [(ALL, 0, context)]
+    for part, first, end in ends:
+        if end > first:
+            passages.append(_passage(part, texts, first, end - 1, weight, end - first, reads.places, 1.0))
+    return passages
 
-    def read(self) -> list[Passage]:
-        """Return the selected passages, then the sink and the recent tokens; of a dense step all of it."""
-        reads, mass = self._reads, self._mass
-        weight = mass.weight(self._context, read=True) if mass.found else None
-        if len(reads.dense) == len(reads.places):
-            if not mass.found:
-                return [self._whole(ALL, 0, self._context, None)]
-            return self._cut(ALL, mass.marks(read=True), weight, 0, self._context)
-        passages = self._cut(SELECTED, reads.selected or {}, weight, reads.sink, reads.recent)
-        ends = ((SINK, 0, reads.sink), (RECENT, reads.recent, self._context))
-        return passages + [self._whole(*end, weight) for end in ends if end[2] > end[1]]
 
-    def missed(self) -> list[Passage]:
-        """Return what dense attention attended to and the step did not read."""
-        weight = self._mass.weight(self._context, read=False)
-        return self._cut(MISSED, self._mass.marks(read=False), weight, 0, self._context)
+def missed_passages(texts: Sequence[str], reads: StepReads, mass: StepMass) -> list[Passage]:
+    """Return what dense attention attended to and the step did not read."""
+    weight = mass.weight(reads.context, read=False)
+    return _cut(MISSED, texts, mass.marks(read=False), weight, reads.context)
 
-    def _cut(
-        self, part: str, marks: dict[Place, np.ndarray], weight: np.ndarray | None, first: int, end: int
-    ) -> list[Passage]:
-        # passages of the marked positions from `first` to before `end`
-        marked = np.zeros(self._context, bool)
-        for position in marks.values():
-            marked[position] = True
-        marked[:first] = marked[end:] = False
-        at = np.flatnonzero(marked)
-        edges = passage_edges(at.tolist(), self._texts)
-        which = np.full(self._context, -1)
-        for number, (low, high) in enumerate(edges):
-            which[low : high + 1] = number
-        places: list[list[Place]] = [[] for _ in edges]
-        triples = np.zeros(len(edges), int)
-        for place, position in marks.items():
-            numbers = which[position][marked[position]]
-            triples += np.bincount(numbers, minlength=len(edges))
-            for number in np.unique(numbers).tolist():
-                places[number].append(place)
-        return [
-            Passage(
-                part=part, first=low, last=high, text="".join(self._texts[low : high + 1]),
-                tokens=int(marked[low : high + 1].sum()), places=places[number],
-                share=int(triples[number]) / (len(marks) * (high + 1 - low)),
-                mass=None if weight is None else float(weight[low : high + 1].sum()),
-            )
-            for number, (low, high) in enumerate(edges)
-        ]  # fmt: skip
 
-    def _whole(self, part: str, first: int, end: int, weight: np.ndarray | None) -> Passage:
-        # a passage that all layers and KV heads read
-        return Passage(
-            part=part, first=first, last=end - 1, text="".join(self._texts[first:end]), tokens=end - first,
-            places=self._reads.places, share=1.0,
-            mass=None if weight is None else float(weight[first:end].sum()),
-        )  # fmt: skip
+def _cut(
+    part: str, texts: Sequence[str], marks: dict[Place, np.ndarray], weight: np.ndarray | None, context: int,
+    first: int = 0, end: int | None = None,
+) -> list[Passage]:  # fmt: skip
+    # passages of the marked positions from `first` to before `end`
+    marked = np.zeros(context, bool)
+    for position in marks.values():
+        marked[position] = True
+    marked[:first] = marked[context if end is None else end :] = False
+    edges = _edges(np.flatnonzero(marked).tolist(), texts)
+    which = np.full(context, -1)
+    for number, (low, high) in enumerate(edges):
+        which[low : high + 1] = number
+    places: list[list[Place]] = [[] for _ in edges]
+    triples = np.zeros(len(edges), int)
+    for place, position in marks.items():
+        numbers = which[position][marked[position]]
+        triples += np.bincount(numbers, minlength=len(edges))
+        for number in np.unique(numbers).tolist():
+            places[number].append(place)
+    return [
+        _passage(
+            part, texts, low, high, weight, int(marked[low : high + 1].sum()), places[number],
+            int(triples[number]) / (len(marks) * (high + 1 - low)),
+        )
+        for number, (low, high) in enumerate(edges)
+    ]  # fmt: skip
+
+
+def _passage(
+    part: str, texts: Sequence[str], first: int, last: int, weight: np.ndarray | None, tokens: int,
+    places: Sequence[Place], share: float,
+) -> Passage:  # fmt: skip
+    mass = None if weight is None else float(weight[first : last + 1].sum())
+    text = "".join(texts[first : last + 1])
+    return Passage(part=part, first=first, last=last, text=text, tokens=tokens, places=places, share=share, mass=mass)
 
 
 def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
-    heads: dict[int, list[int]] = {}
-    for layer, head in sorted(places):
-        heads.setdefault(layer, []).append(head)
-    return [{"layer": layer, "heads": of_layer} for layer, of_layer in heads.items()]
+    layers = groupby(sorted(places), itemgetter(0))
+    return [{"layer": layer, "heads": [head for _, head in of_layer]} for layer, of_layer in layers]
 
 
 def _ranked(passages: list[Passage]) -> list[Passage]:
     return sorted(passages, key=lambda passage: (-(passage.mass or 0.0), -len(passage.places), passage.first))
 
 
-def passage_edges(at: Iterable[int], texts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the first and last position of each passage.
-
-    `at` are the marked positions, ascending; `texts` has the text of each position of the context.
-    """
+def _edges(at: list[int], texts: Sequence[str]) -> list[tuple[int, int]]:
+    # the first and last position of each passage of some marked positions, ascending
     passages: list[tuple[int, int]] = []
     first = last = -1
     for position in at:
+        tokens = last - first + 1
+        ended = tokens >= LONG and "".join(texts[last : last + 1]).rstrip(" ").endswith(ENDS)
         if last < 0:
             first = position
-        elif position - last > GAP + 1 or _is_long(last - first + 1, "".join(texts[last : last + 1])):
+        elif position - last > GAP + 1 or tokens >= LONGEST or ended:
             passages.append((first, last))
             first = position
         last = position
     return passages if last < 0 else [*passages, (first, last)]
-
-
-def _is_long(tokens: int, text: str) -> bool:
-    return tokens >= LONGEST or (tokens >= LONG and text.rstrip(" ").endswith(ENDS))

@@ -14,16 +14,19 @@ from textual.events import Resize
 from textual.timer import Timer
 from textual.widgets import Footer, Input, Static
 
-from sfi_cli.commands.trace.replay.frame_view import OTHER, blanked, head, measures, shades, strips
 from sfi_cli.terminal.output import INTERRUPTED
 from sfi_core.errors import SfiError
 from sfi_traces.model.request import Request
 from sfi_traces.views import frames
+from sfi_traces.views.table import dense_words
 from sfi_traces.views.words import Passage
 
-FASTEST = 64.0
+SPEED, FASTEST = 4.0, 64.0  # steps a second
 LONGEST = 240  # characters of a passage
+LABEL = 9  # columns before a strip
+SHADES = " ▁▂▃▄▅▆▇█"
 SLOW = "#ff8a8a"  # color of a token of a slow step
+OTHER = "#7fb8ff"  # and of one that full attention would not have said
 BACKGROUND = {"sink": "#45306b", "selected": "#6b4f10", "recent": "#1d4d3c", "all": "#6b4f10"}
 KEYS: list[BindingType] = [
     Binding("space,right,enter", "move(1)", "next", key_display="space"),
@@ -45,10 +48,7 @@ KEYS: list[BindingType] = [
 
 
 class PlayerApp(App[None]):
-    """Shows a step: its text, the passages that it reads, where its attention lies.
-
-    It plays `speed` steps a second; `failure` is the error that ended it.
-    """
+    """Shows a step: its text, the passages that it reads, where its attention lies; `failure` is what ended it."""
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None
@@ -65,11 +65,10 @@ class PlayerApp(App[None]):
     """
     BINDINGS = KEYS
 
-    def __init__(self, request: Request, speed: float, encoding: str | None = "utf-8") -> None:
-        """Show the first step of a run; `encoding` is the terminal's."""
+    def __init__(self, request: Request, speed: float = SPEED) -> None:
+        """Show the first step of a run; it plays `speed` steps a second."""
         super().__init__()
-        self.request, self.speed, self._shades = request, speed, shades(encoding)
-        self.step = 0
+        self.request, self.speed, self.step = request, speed, 0
         self.failure: SfiError | None = None
         self._timer: Timer | None = None
 
@@ -86,6 +85,7 @@ class PlayerApp(App[None]):
 
     def on_mount(self) -> None:
         """Let signals end the player as Ctrl-C does, so that the terminal is restored."""
+        self.play(on=False)
         if not self.is_headless:
             loop = asyncio.get_running_loop()
             with suppress(NotImplementedError):  # on Windows
@@ -105,7 +105,7 @@ class PlayerApp(App[None]):
                 "about": head(self.request, frame),
                 "text": text_around(self.request, self.step, pane.width * max(1, pane.height // 2), pane.width),
                 "sources": Text("\n").join(map(_passage, frames.passages(self.request, self.step, pane.height))),
-                "strips": Text("\n").join(strips(self.request, self.step, self.size.width, self._shades)),
+                "strips": Text("\n").join(strips(self.request, self.step, self.size.width)),
                 "measures": measures(frame),
             }
         except SfiError as error:
@@ -114,17 +114,18 @@ class PlayerApp(App[None]):
             return
         for name, text in shown.items():
             self.query_one(f"#{name}", Static).update(text)
-        self.show_state()
 
-    def show_state(self) -> None:
-        """Show whether the run plays, and the speed."""
-        playing = f"playing {self.speed:g}/s" if self._timer else f"{self.speed:g}/s"
-        self.query_one("#state", Static).update(playing, layout=False)
+    def play(self, *, on: bool) -> None:
+        """Play at the speed, or stop; show which."""
+        if self._timer:
+            self._timer.stop()
+        self._timer = self.set_interval(1 / self.speed, self.tick) if on else None
+        self.query_one("#state", Static).update(f"{'playing ' * on}{self.speed:g}/s", layout=False)
 
     def action_go(self, step: int) -> None:
         """Show a step; -1 is the last one."""
         last = len(self.request.steps) - 1
-        self._stop()
+        self.play(on=False)
         self.step = last if step < 0 else min(step, last)
         self.show_step()
 
@@ -143,37 +144,24 @@ class PlayerApp(App[None]):
 
     def action_play(self) -> None:
         """Play, or stop."""
-        if self._timer:
-            self._stop()
-        else:
-            self._timer = self.set_interval(1 / self.speed, self.tick)
-        self.show_state()
+        self.play(on=self._timer is None)
 
     def action_faster(self, factor: float) -> None:
         """Play faster or slower."""
         self.speed = max(1 / FASTEST, min(FASTEST, self.speed * factor))
-        if self._timer:
-            self._stop()
-            self._timer = self.set_interval(1 / self.speed, self.tick)
-        self.show_state()
+        self.play(on=self._timer is not None)
 
     def tick(self) -> None:
         """Show the next step; stop at the end."""
         if self.step >= len(self.request.steps) - 1:
-            self._stop()
-            self.show_state()
+            self.play(on=False)
             return
         self.step += 1
         self.show_step()
 
-    def _stop(self) -> None:
-        if self._timer:
-            self._timer.stop()
-            self._timer = None
-
     def action_ask(self) -> None:
         """Open the field for a step's number."""
-        self._stop()
+        self.play(on=False)
         field = self.query_one("#ask", Input)
         field.value, field.display = "", True
         field.focus()
@@ -210,13 +198,13 @@ def text_around(request: Request, step: int, room: int, width: int) -> Text:
         return blanked(f" {at - prompt}" if redacted and at >= prompt else request.words[at])
 
     def within(places: range) -> list[int]:
-        found, left = [], room
+        shown, left = [], room
         for at in places:
             left -= len(word(at)) + width * word(at).count("\n")
             if left < 0:
                 break
-            found.append(at)
-        return found
+            shown.append(at)
+        return shown
 
     current = prompt + step
     sentence = prompt + frames.sentence_begin(request, step)
@@ -248,3 +236,47 @@ def _passage(passage: Passage) -> Text:
         half = LONGEST // 2
         text = f"{text[:half]} ... {text[-half:]}"
     return shown.append(f"\n{text}") if text else shown
+
+
+def head(request: Request, frame: frames.Frame) -> Text:
+    """Write a line: the step's number, why it is slow or fast, and how much it reads."""
+    row = frame.row
+    kind = f"slow ({row['reason']})" if row["slow"] else f"fast, {row['steps_since_slow']} since slow"
+    line = Text(f"step {row['step']} of {len(request.steps) - 1}  ", no_wrap=True, overflow="ellipsis")
+    line.append(kind, style="bold red" if row["slow"] else "bold green")
+    reads = f"reads {row['attended_tokens']:,.0f} of {row['context_tokens']:,} tokens"
+    return line.append(f"  sentence {row['sentence']}  {reads}")
+
+
+def blanked(text: str) -> str:
+    """Replace control characters by blanks: a terminal would execute them."""
+    odd = {ord(c): " " for c in set(text) if not c.isprintable() and c != "\n"}
+    return text.translate(odd) if odd else text
+
+
+def strips(request: Request, step: int, width: int) -> list[Text]:
+    """Draw three lines over the context: the support, its changes, and the memory."""
+    strip = frames.strip(request, step, max(1, width - LABEL - 1))
+    most = max(float(strip.mass.max()), 1e-9)
+    levels = [round((value / most) ** 0.5 * (len(SHADES) - 1)) for value in strip.mass.tolist()]
+    support = "".join(SHADES[level] for level in levels) if frames.is_audited(request, step) else "not audited"
+    changed = Text()
+    for added, removed in zip(strip.added.tolist(), strip.removed.tolist(), strict=True):
+        changed.append("+" if added else "-" if removed else " ", style="green" if added else "red")
+    parts = zip(strip.sink.tolist(), strip.recent.tolist(), strip.selected.tolist(), strict=True)
+    memory = "".join("s" if sink else "r" if recent else "." if selected else " " for sink, recent, selected in parts)
+    rows = (("support", Text(support, style="cyan")), ("changed", changed), ("memory", Text(memory, style="yellow")))
+    return [Text(f"{name:<{LABEL}}", no_wrap=True).append(row) for name, row in rows]
+
+
+def measures(frame: frames.Frame) -> Text:
+    """Write the line of what the audit measured; empty for a step that was not audited."""
+    named = (
+        ("retained mass {:.3f}", frame.measures["retained_mass"]),
+        ("overlap {:.3f} with the last step", frame.measures["overlap_previous_step"]),
+        ("{:.3f} with the last slow step", frame.measures["overlap_last_refresh"]),
+        ("lambda* {:.3f}", frame.lambda_star),
+    )
+    line = "  ".join(text.format(value) for text, value in named if value is not None)
+    dense = "" if frame.dense is None else f"full attention: {dense_words(frame.dense)}  "
+    return Text.assemble((dense, OTHER), line, no_wrap=True, overflow="ellipsis")

@@ -29,33 +29,33 @@ LEGEND_MASSES = (
 )
 
 
-def replay_text(document: dict[str, Any]) -> list[Part]:
+def replay_text(document: Row) -> list[Part]:
     """Return the replayed settings, fastest first, then predicted beside measured for a real run."""
     parts: list[Part] = [heading(document)]
     if rows := document["rows"]:
-        settings = varied(rows)
+        settings, words = varied(rows)
         columns = (
             {"": lambda row: ("*" if row["recorded"] else " ") + ("+" if row["pareto"] else "")} | settings | OUTCOME
         )
-        title = _title("Replayed settings", document)
-        parts += [Table.of(title, columns, rows, left=1 + texts_of(settings), spare=SPARE), *everywhere(rows)]
+        title = "Replayed settings (byte model: batch 1)"
+        parts += [Table.of(title, columns, rows, left=1 + words, spare=SPARE), *everywhere(rows)]
         parts += [KEPT, "+ no other row is faster and keeps as much."]
         if any(row["recorded"] for row in rows):
             parts.append("* the trace's own setting.")
-        parts += [*_beyond(document), ""]
+        left_out, cut, top = document["budgets_left_out"], document["budget_cut_from"], document["audit_top"]
+        if left_out or cut:
+            what = (
+                f"budget {cut:,} is replayed as {top:,}" if cut else f"left out budget {', '.join(map(str, left_out))}"
+            )
+            advice = f"--set audit.top={cut or left_out[-1]} records as many."
+            parts.append(f"{what}: the audit recorded {top:,} positions; {advice}")
+        parts.append("")
     if document["validation"] is not None:
-        parts += [_validation_table(document), *_validation_notes(document)]
+        title = f"The setting of {document['against'] or document['trace']}: predicted and measured"
+        rows = [{"": name, **document["validation"][name]} for name in ("predicted", "measured")]
+        table = Table.of(f"{title} (byte model: batch 1)", {"": (str, "")} | OUTCOME, rows, spare=SPARE)
+        parts += [table, *_validation_notes(document)]
     return parts
-
-
-def _beyond(document: Row) -> list[str]:
-    # which budgets the audit is too small for
-    left_out, cut, top = document["budgets_left_out"], document["budget_cut_from"], document["audit_top"]
-    if not (left_out or cut):
-        return []
-    most = cut or left_out[-1]
-    what = f"budget {most:,} is replayed as {top:,}" if cut else f"left out budget {', '.join(map(str, left_out))}"
-    return [f"{what}: the audit recorded {top:,} positions; --set audit.top={most} records as many."]
 
 
 def heading(document: Row) -> str:
@@ -72,32 +72,19 @@ def heading(document: Row) -> str:
     )
 
 
-def varied(rows: Sequence[Row]) -> Columns:
-    """Return a column for each setting that differs among the rows."""
-
-    def cell(name: str) -> Any:
-        return lambda row: setting_cell(row[name])
-
-    return {SETTINGS[name]: cell(name) for name in SETTINGS if len(_values(rows, name)) > 1}
-
-
-def texts_of(settings: Columns) -> int:
-    """Count the columns of words among those of `varied`."""
-    return len({"trigger policy", "triggers"} & settings.keys())
+def varied(rows: Sequence[Row]) -> tuple[Columns, int]:
+    """Return a column for each setting that differs among the rows, and how many of them are words."""
+    columns: Columns = {
+        heading: (setting_cell, name) for name, heading in SETTINGS.items() if len(_values(rows, name)) > 1
+    }
+    return columns, len({"trigger policy", "triggers"} & columns.keys())
 
 
 def everywhere(rows: Sequence[Row]) -> list[str]:
     """Return a line with the settings that all rows have in common; [] without any."""
-    values = {name: _values(rows, name) for name in SETTINGS}
-    same = [f"{SETTINGS[name]} {given[0]}" for name, given in values.items() if len(given) == 1]
+    values = {heading: _values(rows, name) for name, heading in SETTINGS.items()}
+    same = [f"{heading} {given[0]}" for heading, given in values.items() if len(given) == 1]
     return [f"Everywhere: {', '.join(same)}."] if same else []
-
-
-def _validation_table(document: Row) -> Table:
-    run = document["against"] or document["trace"]
-    title = _title(f"The setting of {run}: predicted and measured", document)
-    rows = [{"": name, **document["validation"][name]} for name in ("predicted", "measured")]
-    return Table.of(title, {"": (str, "")} | OUTCOME, rows, spare=SPARE)
 
 
 def _validation_notes(document: Row) -> list[str]:
@@ -134,10 +121,6 @@ def setting_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3g}"
     return "-" if value is None else str(value).replace("\n", "\\n")
-
-
-def _title(text: str, document: Row) -> str:
-    return f"{text} (byte model: batch {document['batch']})"
 
 
 OUTCOME: Columns = {

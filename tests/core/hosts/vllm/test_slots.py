@@ -1,6 +1,6 @@
 """Inside vLLM, in plain numbers: what slots take, which row is which entry, and vLLM's part of a batch."""
 
-from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,14 +9,12 @@ import torch
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.planner import Entry
-from sfi_core.hosts.vllm.rows import HostRows, RowMatcher, last_blocks, part_of
-from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, Row, codes_of
+from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, codes_of, last_blocks, part_of
 from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
-from sfi_core.state.layer_shape import LayerShape
-from sfi_core.state.packed_segment import PackedSegment, SegmentShape
+from sfi_core.state.layer_pages import LayerShape, PackedSegment, SegmentShape
 
 CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
 SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu"))
@@ -78,15 +76,8 @@ class Runner:
 
     def match(self, order: list[Entry], numbers: list[int] | None, planned: list[Entry]) -> None:
         """Match rows that are in `order`, and check them."""
-        start = [0]
-        for entry in order:
-            start.append(start[-1] + entry.count)
-        padded = [*start, start[-1]], [*(e.start + e.count for e in order), 0]
-        rows = self.matcher.match(HostRows(*padded, numbers), planned, lambda: self._read(order))
-        assert [row.block for row in rows] == [entry.block for entry in order]
-        assert [(row.first, row.count) for row in rows] == [
-            (first, entry.count) for first, entry in zip(start, order, strict=False)
-        ]
+        counts = [(entry.length, entry.count) for entry in order]
+        assert self.matcher.match(counts, numbers, planned, lambda: self._read(order)) == order
 
     def _read(self, order: list[Entry]) -> list[int]:
         self.reads += 1
@@ -94,7 +85,7 @@ class Runner:
 
 
 def entry(request: int, start: int, count: int = 1) -> Entry:
-    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode(slow=True, reason="")
+    piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode("trigger")
     one = step if count == 1 else piece
     return Entry(request, request, start, 100 + request, one)
 
@@ -127,68 +118,42 @@ def test_without_numbers_shared_counts_are_read_in_every_pass() -> None:
 
 def test_last_blocks() -> None:
     table_RP = torch.tensor([[4, 6, 0], [5, 7, 9], [8, 8, 8]], dtype=torch.int32)
-    rows = HostRows([0, 1, 3, 3], [16, 33, 0])
-    assert last_blocks(table_RP, rows, 16, 1) == [4, 9]
-    assert last_blocks(table_RP, rows, 16, 3) == [1, 3], "of pages, three a block"
+    assert last_blocks(table_RP, [16, 33], 16, 1) == [4, 9]
+    assert last_blocks(table_RP, [16, 33], 16, 3) == [1, 3], "of pages, three a block"
 
 
-@dataclass
-class Common:
-    """The fields of vLLM's `CommonAttentionMetadata` that a part changes."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    seq_lens_cpu_upper_bound: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    positions: Any = 0
-    is_prefilling: Any = 0
-    req_idx: Any = 0
-    logits_indices_padded: Any = 0
-    mm_req_doc_ranges: Any = 0
-    rswa_prefix_lens: Any = 0
-    _num_computed_tokens_cache: Any = 0
-    _token_to_req_indices_cache: Any = 0
+class Common(SimpleNamespace):
+    """The fields of vLLM's `CommonAttentionMetadata` that a part reads."""
 
     def replace(self, **changes: Any) -> "Common":
-        return replace(self, **changes)
+        return Common(**vars(self) | changes)
 
 
 @pytest.mark.parametrize(("whole", "together"), [((1, 2), True), ((0, 2), False)])
 def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> None:
     """Its rows are the batch's, whether they lie together or not."""
-    starts, lengths = torch.tensor([0, 1, 4, 9, 9]).int(), torch.tensor([20, 33, 5, 0]).int()
-    rows = [Row(0, 1, 20, 0), Row(1, 3, 33, 0), Row(4, 5, 5, 0)]
+    lengths = torch.tensor([20, 33, 5, 0]).int()
+    rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
     table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
-    common = Common(starts, starts, lengths, lengths, 4, 9, 5, 33, table, slot)
-    one = MatchedPass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
-    part = part_of(common, one, lambda made: made)
+    common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
+    part = part_of(common, MatchedPass(rows, whole, NONE, NONE), lambda made: made)
     assert part is not None
-    made, own = part.metadata, [rows[place] for place in whole]
-    assert made.query_start_loc.tolist() == [0, own[0].count, own[0].count + own[1].count]
-    assert made.seq_lens.tolist() == [row.length for row in own]
+    (made, tokens), chosen = part, [rows[place] for place in whole]
+    counts = [entry.count for _, entry in chosen]
+    assert made.query_start_loc.tolist() == [0, counts[0], sum(counts)]
+    assert made.seq_lens.tolist() == [entry.length for _, entry in chosen]
     assert made.block_table_tensor.tolist() == table[list(whole)].tolist()
-    places = [j for row in own for j in range(row.first, row.first + row.count)]
+    places = [j for first, entry in chosen for j in range(first, first + entry.count)]
     assert made.slot_mapping.tolist() == [100 + j for j in places]
-    assert (made.max_query_len, made.max_seq_len) == (5, max(row.length for row in own))
-    assert isinstance(part.tokens, slice) is together
-    query, output = torch.arange(9.0)[:, None], torch.zeros(9, 1)
-    (taken,), out = part.take(query), part.room(output)
-    out.copy_(taken + 1)
-    part.put(out, output)
-    assert output.flatten().tolist() == [j + 1 if j in places else 0 for j in range(9)]
+    assert (made.max_query_len, made.max_seq_len) == (5, max(entry.length for _, entry in chosen))
+    assert isinstance(tokens, slice) is together
+    assert torch.arange(9)[tokens].tolist() == places
 
 
 @pytest.mark.parametrize("whole", [(), (0, 1)])
 def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
-    rows = (Row(0, 1, 20, 0), Row(1, 3, 33, 0))
-    one = MatchedPass(tuple((row, entry(0, 0)) for row in rows), whole, NONE, NONE)
-    assert part_of(None, one, lambda made: made) is None
+    rows = [(0, entry(0, 19)), (1, entry(1, 30, 3))]
+    assert part_of(None, MatchedPass(rows, whole, NONE, NONE), lambda made: made) is None
 
 
 def test_codescans_slots_hold_codes_and_no_rows() -> None:

@@ -11,7 +11,7 @@ from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.worker import BorrowedPages, Row, WorkerEngine
+from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.policies import policy_class
 from sfi_core.triggers.trigger import Trigger
 from tests.fakes import kernel_device
@@ -40,7 +40,7 @@ class Request:
         return Entry(self.number, self.slot, start, block, one, step, **options)
 
 
-FAST_STEP, SLOW_STEP = (RequestPass.decode(slow=slow, reason="trigger" if slow else "") for slow in (False, True))
+FAST_STEP, SLOW_STEP = (RequestPass.decode(reason) for reason in ("", "trigger"))
 
 
 def prompt(count: int, *, ends: bool = True) -> RequestPass:
@@ -71,8 +71,7 @@ class Server:
         rows, first = [], 0
         table_RP = torch.zeros(len(pairs), LONGEST // N, dtype=torch.int32)
         for place, (request, entry) in enumerate(pairs):
-            length = entry.start + entry.count
-            rows.append(Row(first, entry.count, length, entry.block))
+            rows.append((first, entry))
             table_RP[place, : len(request.blocks)] = torch.tensor(request.blocks)
             first += entry.count
         self.engine.begin(Plan([entry for _, entry in pairs][::-1], list(freed)))
@@ -85,18 +84,18 @@ class Server:
             one = self.engine.enter(rows, table_RP.to(self.device))
             out = torch.full((first, H, G, D), torch.nan, device=self.device)
             for place in one.whole:
-                self._attend(layer, rows[place], table_RP[place], query, out)
+                self._attend(layer, *rows[place], table_RP[place], query, out)
             self.engine.attend(layer, query.view(first, H, G, D), out, scale=D**-0.5)
             outs.append(out)
         self.engine.leave()
         return torch.stack(outs).cpu()
 
-    def _write(self, layer: int, rows: list[Row], table_RP: torch.Tensor, *new: torch.Tensor) -> None:
+    def _write(self, layer: int, rows: list[tuple[int, Entry]], table_RP: torch.Tensor, *new: torch.Tensor) -> None:
         # as vLLM's `reshape_and_cache_flash` is documented: slot = block * tokens of a block + token
         slots = [
             table_RP[place, j // N] * N + j % N
-            for place, row in enumerate(rows)
-            for j in range(row.length - row.count, row.length)
+            for place, (_, entry) in enumerate(rows)
+            for j in range(entry.start, entry.length)
         ]
         for pages, values in zip(self.cache[layer], new, strict=True):
             for slot, value in zip(map(int, slots), values, strict=True):
@@ -104,17 +103,19 @@ class Server:
         place_X = torch.tensor([*map(int, slots), -1], device=self.device)  # -1 is padding
         self.engine.store.note_norms(layer, new[0], place_X)
 
-    def _attend(self, layer: int, row: Row, table_P: torch.Tensor, query: torch.Tensor, out: torch.Tensor) -> None:
+    def _attend(
+        self, layer: int, first: int, entry: Entry, table_P: torch.Tensor, query: torch.Tensor, out: torch.Tensor
+    ) -> None:
         # what vLLM's own kernel would
-        used = table_P[: -(-row.length // N)].long()
-        key, value = (pages[used].transpose(1, 2).flatten(0, 1)[: row.length] for pages in self.cache[layer])
-        own = slice(row.first, row.first + row.count)
-        query_XHGD = query[own].view(row.count, H, G, D)
+        used = table_P[: -(-entry.length // N)].long()
+        key, value = (pages[used].transpose(1, 2).flatten(0, 1)[: entry.length] for pages in self.cache[layer])
+        tokens = slice(first, first + entry.count)
+        query_XHGD = query[tokens].view(entry.count, H, G, D)
         logits = torch.einsum("xhgd,thd->xhgt", query_XHGD, key) * D**-0.5
-        age = torch.arange(row.length - row.count, row.length)[:, None] - torch.arange(row.length)
+        age = torch.arange(entry.start, entry.length)[:, None] - torch.arange(entry.length)
         hidden = (age < 0).to(self.device)[:, None, None]
         weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
-        out[own] = torch.einsum("xhgt,thd->xhgd", weights, value)
+        out[tokens] = torch.einsum("xhgt,thd->xhgd", weights, value)
 
 
 def script(server: Server) -> list[torch.Tensor]:

@@ -1,1 +1,0 @@
-"""Settings on the command line: `--set`, `--config` and completion."""

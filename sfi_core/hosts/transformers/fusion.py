@@ -1,0 +1,256 @@
+"""`fused(model)`: run modules whose source is known with fewer kernels, by forwards that replace transformers' own.
+
+A forward gives the same products, sums and roundings; a library may add a product's numbers in another order. It calls
+the replaced modules where these have hooks, where gradients are on, or where the kernels do not take the tensors.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers.activations import SiLUActivation
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from sfi_core.errors import ConfigError
+from sfi_core.hosts.transformers import known as sources
+from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, cache_in
+from sfi_core.hosts.transformers.known import AttentionSource
+from sfi_core.machine.private import attention_implementation, has_hooks
+from sfi_core.machine.threads import served, serving
+from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary, silu_mul
+
+Forward = Callable[..., Any]
+# the report counts classes with these names that keep their own forward
+REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
+
+
+class Product:
+    """Linear modules that project the same rows, [..., K], to N numbers each, as one product.
+
+    With few tokens a product takes as long as its weights take to read, and a GPU reads one large matrix faster than
+    several small ones. So their weights, [N, K], are moved behind each other, for good: each is then a view of one
+    tensor, with its numbers unchanged. They stay apart where they are not all plain, or memory for the move is lacking.
+    """
+
+    def __init__(self, *modules: torch.nn.Module) -> None:
+        self._modules = modules
+        self._weight_NK: torch.Tensor | None = None
+        self._bias_N: torch.Tensor | None = None
+        linears = [linear for linear in modules if type(linear) is torch.nn.Linear and "forward" not in vars(linear)]
+        biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, torch.Tensor)]
+        if len(linears) < len(modules) or len(biases) not in (0, len(modules)):
+            return
+        self._weight_NK = _together([linear.weight for linear in linears])
+        self._widths = [linear.out_features for linear in linears]
+        if biases and self._weight_NK is not None:
+            self._bias_N = torch.cat(biases)
+
+    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Project rows, [..., K]; return each module's own, [..., N], maybe as views of one tensor."""
+        if self._weight_NK is None or torch.is_grad_enabled() or any(map(has_hooks, self._modules)):
+            return [module(rows) for module in self._modules]
+        return torch.split(linear(rows, self._weight_NK, self._bias_N), self._widths, -1)
+
+
+def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    # the tensor that holds all, one after the other
+    first = weights[0]
+    kinds = {(type(weight), weight.dtype, weight.device, weight.shape[1], weight.is_contiguous()) for weight in weights}
+    if kinds != {(torch.nn.Parameter, first.dtype, first.device, first.shape[1], True)}:
+        return None
+    if not _adjacent(weights):
+        try:
+            whole = torch.cat([weight.data for weight in weights])
+        except torch.OutOfMemoryError:
+            return None
+        for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
+            weight.data = part
+        if first.device.type == "cuda":
+            torch.cuda.empty_cache()  # the next layer's needs the room of this one's old weights
+    return first.data.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
+
+
+def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return one_storage and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
+
+
+def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
+    """Say whether kernels take contiguous tensors and projected rows: of one dtype and device, without gradients."""
+    like = (*tensors, *rows)[0]
+    alike = all(x.dtype == like.dtype and x.device == like.device for x in (*tensors, *rows))
+    return alike and not torch.is_grad_enabled() and all(x.is_contiguous() for x in tensors)
+
+
+def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Norm rows, [..., F], as `LlamaRMSNorm` does."""
+    if takes(hidden_states, self.weight):
+        return rms_norm.triton(hidden_states, self.weight, self.variance_epsilon)
+    plain: torch.Tensor = type(self).forward(self, hidden_states)
+    return plain
+
+
+def mlp_forward(module: Any) -> Callable[..., Any]:
+    """Return the forward of `LlamaMLP`, whose two projections are one product, and whose gate is one kernel."""
+    project = Product(module.gate_proj, module.up_proj)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = project(x)
+        fused = takes(rows=(gate, up)) and not has_hooks(self.act_fn)
+        out: torch.Tensor = self.down_proj(silu_mul.triton(gate, up) if fused else self.act_fn(gate) * up)
+        return out
+
+    return forward
+
+
+def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Run a layer as `LlamaDecoderLayer` does; the first sum and the second norm are one kernel."""
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    norm = self.post_attention_layernorm
+    if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
+        residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
+    else:
+        residual = hidden_states + attended
+        normed = norm(residual)
+    out: torch.Tensor = residual + self.mlp(normed)
+    return out
+
+
+def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any]:
+    """Return an attention's forward, whose projections are one product, and whose norms and rotations one kernel."""
+    project = Product(module.q_proj, module.k_proj, module.v_proj)
+
+    def forward(
+        self: Any,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        names = sources.names_of(type(self).forward)
+        cache = cache_in(kwargs)
+        kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
+        lead = hidden_states.shape[:-1]
+        shape = (*lead, -1, self.head_dim)
+        query, key, value = (part.view(shape) for part in project(hidden_states))
+        query, key = _rotated(self, source, query, key, *position_embeddings)
+        value = value.transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        if source.window:
+            owner = self if source.window == "module" else self.config
+            kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            attention_implementation(self.config), names["eager_attention_forward"]
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+        return self.o_proj(out.reshape(*lead, -1).contiguous()), weights
+
+    return forward
+
+
+def _rotated(
+    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # queries and keys, [B, T, heads, D] each, with their heads before T
+    norms = (self.q_norm, self.k_norm) if source.norms else ()
+    weights = [norm.weight for norm in norms]
+    whole = cos.shape[-1] == self.head_dim and cos.stride() == sin.stride()
+    if whole and takes(cos, sin, *weights, rows=(query, key)) and not any(map(has_hooks, norms)):
+        eps = norms[0].variance_epsilon if norms else 0.0
+        query_weight, key_weight = weights or (None, None)
+        return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps)
+    if norms:
+        query, key = self.q_norm(query), self.k_norm(key)
+    apply = sources.names_of(type(self).forward)["apply_rotary_pos_emb"]
+    rotated: tuple[torch.Tensor, torch.Tensor] = apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    return rotated
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """The modules that run with our forward, and the norms, MLPs, attentions and layers left alone, by class."""
+
+    modules: Counter[str] = field(default_factory=Counter)
+    left_alone: Counter[str] = field(default_factory=Counter)
+
+
+def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> bool:
+    """Say whether a model runs fused: by default on the triton backend of a CUDA device."""
+    if wanted and backend != "triton":
+        raise ConfigError(f"engine.fused must be none or false on the {backend} backend, got true")
+    return backend == "triton" and (device.type == "cuda" if wanted is None else wanted)
+
+
+@contextmanager
+def fused(model: Any) -> Iterator[Fusion]:
+    """Inside, run the model's known modules with fewer kernels for this thread, and the others unchanged."""
+    fusion = Fusion()
+    forwards = {module: forward_for(module) for module in model.modules()}
+    for module, forward in forwards.items():
+        name = type(module).__name__
+        if forward is not None:
+            fusion.modules[name] += 1
+            module.forward = MethodType(_served_only(forward), module)
+        elif name.endswith(REPORTED):
+            fusion.left_alone[name] += 1
+    try:
+        with serving():
+            yield fusion
+    finally:
+        for module, forward in forwards.items():
+            if forward is not None:
+                del module.forward
+
+
+def _served_only(forward: Forward) -> Forward:
+    # another thread's pass takes the module's own forward
+    @wraps(forward)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (forward if served.get() else type(self).forward)(self, *args, **kwargs)
+
+    return run
+
+
+def forward_for(module: Any) -> Forward | None:
+    """Return the forward that replaces a module's own; None to leave the module alone."""
+    name = type(module).__name__
+    if not name.endswith(REPORTED) or "forward" in vars(module):  # of another library, perhaps
+        return None
+    source_digest = sources.digest(type(module).forward)
+    if _is_rms_norm(module):
+        return norm_forward
+    if source_digest in sources.GATED_MLP:
+        silu = type(module.act_fn) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module.act_fn)
+        return mlp_forward(module) if silu else None
+    if source_digest in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
+        return layer_forward
+    if source_digest in sources.ATTENTION and _rotates(module):
+        return attention_forward(module, sources.ATTENTION[source_digest])
+    return None
+
+
+def _is_rms_norm(module: Any) -> bool:
+    # a weight that is split over ranks has another type
+    if sources.digest(type(module).forward) not in sources.RMS_NORM or "forward" in vars(module):
+        return False
+    return type(module.weight) is torch.nn.Parameter and module.weight.numel() <= MAX_ROW
+
+
+def _rotates(module: Any) -> bool:
+    forward = type(module).forward
+    if not sources.rotates_halves(forward) or module.head_dim % 2 or module.head_dim > MAX_HEAD:
+        return False
+    if not sources.ATTENTION[sources.digest(forward)].norms:
+        return True
+    norms = module.q_norm, module.k_norm
+    same = norms[0].variance_epsilon == norms[1].variance_epsilon
+    return same and all(map(_is_rms_norm, norms))

@@ -1,1 +1,0 @@
-"""A model's norms, rotations and gates as one kernel each, in place of transformers' many."""

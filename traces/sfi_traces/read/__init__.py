@@ -1,1 +1,0 @@
-"""SQL over a trace, and the rules that a trace must keep."""
