@@ -1,5 +1,6 @@
 """Tries what this machine can run."""
 
+import math
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from sfi_core.errors import SfiError
 from sfi_core.generation.generate import generate
@@ -18,6 +20,8 @@ from sfi_core.settings.engine import EngineOptions
 from sfi_core.settings.policy_names import installed, package_of
 from sfi_kernels.compiled import why_not
 
+PROMPTS = ((3, 64), (70, 64), (300, 128), (1100, 64))  # lengths, and widths of a head
+ROUNDINGS = 16  # of numbers up to 4: queries, keys, values and weights are rounded
 TIMEOUT = 120  # seconds; the first Triton compilation takes a few
 TRITON = """
 import torch
@@ -41,7 +45,7 @@ def checks() -> list[Check]:
     """Check everything that a run may need."""
     missing = Check("backend triton", None, "needs a CUDA device")
     triton = _backend("triton") if torch.cuda.is_available() else missing
-    return [_cuda(), _backend("torch"), _numba(), _triton(), triton, *_policies()]
+    return [_cuda(), _backend("torch"), *_prompts(), _numba(), _triton(), triton, *_policies()]
 
 
 def _policies() -> Iterator[Check]:
@@ -76,6 +80,28 @@ def _backend(backend: str) -> Check:
     word = "equals" if same else "differs from"
     detail = f"sfi with everything selected {word} full attention on {model.device}"
     return Check(f"backend {backend}", same, detail)
+
+
+def _prompts() -> Iterator[Check]:
+    """Compare PyTorch's attention to prompts on this processor, in shorter dtypes, with float32's."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float16):
+        off = 0.0
+        for length, width in PROMPTS:
+            query, key, value = torch.randn(3, 1, 2, length, width, generator=generator)
+            got, wanted = (
+                scaled_dot_product_attention(query.to(kind), key.to(kind), value.to(kind), is_causal=True).float()
+                for kind in (dtype, torch.float32)
+            )
+            off = max(off, float((got - wanted).abs().max().nan_to_num(nan=torch.inf)))
+        name = str(dtype).removeprefix("torch.")
+        if not math.isfinite(off):
+            yield Check(
+                f"prompt {name}", False, "PyTorch's attention gives NaN or infinity here; load models in float32"
+            )
+        else:
+            right = off < ROUNDINGS * torch.finfo(dtype).eps
+            yield Check(f"prompt {name}", right, f"attention on the CPU is within {off:.2g} of float32's")
 
 
 def _numba() -> Check:

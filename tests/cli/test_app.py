@@ -7,11 +7,12 @@ import sys
 from functools import cache
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
 from sfi_cli.__main__ import main
-from sfi_core.measure.doctor import checks
+from sfi_core.measure.doctor import _prompts, checks
 from tests.cli.trace_commands import sfi
 
 
@@ -29,6 +30,16 @@ def test_version_is_printed():
     assert sfi("--version") == (0, "sfi 0.1.0\n", "")
 
 
+def test_doctor_names_a_dtype_in_which_attention_to_prompts_breaks(monkeypatch):
+    def broken(query, *_, **options):
+        return query * (torch.nan if query.dtype == torch.bfloat16 else 1)
+
+    monkeypatch.setattr("sfi_core.measure.doctor.scaled_dot_product_attention", broken)
+    brain, half = _prompts()
+    assert (brain.ok, half.ok) == (False, True)
+    assert brain.detail == "PyTorch's attention gives NaN or infinity here; load models in float32"
+
+
 def test_doctor_tries_the_backends(monkeypatch):
     monkeypatch.setattr("sfi_core.measure.doctor.checks", cache(checks))
     text = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"}).stdout
@@ -38,6 +49,7 @@ def test_doctor_tries_the_backends(monkeypatch):
     found = {check["name"]: check["ok"] for check in document["checks"]}
     assert result.exit_code == 0
     assert found["backend torch"] is True
+    assert found["prompt bfloat16"] is found["prompt float16"] is True
     assert {"machine", "versions", "triggers"} <= set(document)
     assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
 
