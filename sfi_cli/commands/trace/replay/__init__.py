@@ -40,7 +40,7 @@ def replay(
         _slow("Reuse each recorded selection for so many steps: 1,2,4,8,16.", shown="off; for an imported trace these"),
     ] = None,
     budget: Annotated[Values, o.option(MEMORY, SETTINGS["budget"].brief, shown=OWN)] = None,
-    sets: Annotated[o.Words, o.sets(MEMORY, metavar="NAME=VALUES", help=SETS)] = None,
+    sets: Annotated[o.Words, o.sets(MEMORY, SETS, "NAME=VALUES")] = None,
     request: o.RequestIndex = None,
     layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
     heads: Annotated[str | None, _part("KV heads", "0,2-3")] = None,
