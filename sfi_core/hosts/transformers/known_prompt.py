@@ -71,7 +71,7 @@ class KnownPrompt:
         except (KeyError, IndexError, ValueError) as error:
             raise InputError("a prompt cache must have the model's windows and states, got others") from error
         for layer in self._cache.managed:
-            layer.resume(column)
+            layer.seen, layer.is_initialized = column, True
         self._after = {place: parts for place, parts in known.others.items() if place <= column}
         return column
 
