@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig
 
 from tests.test_layers import MAY_IMPORT, ROOT, sources
 
@@ -24,6 +24,7 @@ LISTED: dict[str, tuple[Any, str]] = {
     "_is_mkldnn_bf16_supported": (torch.ops.mkldnn, PRIVATE),
     "_is_mkldnn_fp16_supported": (torch.ops.mkldnn, PRIVATE),
     "_python_dispatch": (torch.utils, PRIVATE),
+    "_sample": (GenerationMixin, "sfi_core/hosts/transformers/custom_generate.py"),  # the loop of `model.generate`
     # sfi_kernels cannot import sfi_core
     "_cache": (COMPILED, "kernels/sfi_kernels/compiled.py"),
     "_cache_file": (CACHED, "kernels/sfi_kernels/compiled.py"),

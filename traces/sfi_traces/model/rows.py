@@ -39,6 +39,8 @@ class Rows:
             try:
                 for group in part.split_by_row_group(pc.field("request") == request):
                     step = group.row_groups[0].statistics.get("step", UNKNOWN)
+                    if not isinstance(step["min"], int | float):
+                        raise trace.damaged(Path(part.path))
                     self._groups.append((group, step["min"], step["max"]))
             except DAMAGED as error:
                 raise trace.damaged(Path(part.path)) from error
