@@ -255,9 +255,6 @@ def test_the_triggered_policies_are_those_of_the_core():
     assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
-# --- runs of the bundled checkpoint
-
-
 def run(folder: Path, **config: Any) -> set[str]:
     """Run sfi on a piece of the example, and return the rules that its trace trips."""
     model, tokenizer = bundled()

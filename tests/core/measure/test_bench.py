@@ -59,9 +59,6 @@ def ours(model, asked, *, policy="sfi", batch=2):
     return run_ours(row_of(model, DecodeVariant(policy, policy), asked, batch))
 
 
-# which steps are slow
-
-
 @pytest.mark.parametrize(
     ("rate", "row", "batch", "expected"),
     [
@@ -86,9 +83,6 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
     assert sample.slow_rate == 0.2
     warm = [kind_of(read) for read in sample.reads[:4]]
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
-
-
-# runs
 
 
 def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
@@ -150,9 +144,6 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
     assert order == turn * 2
     assert [row["policy"] for row in result.rows] == turn
     assert {row["repeats"] for row in result.rows} == {2}
-
-
-# rows
 
 
 def sample(at, kinds, *, warm_up=1, batch=2):
@@ -229,9 +220,6 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     assert reads[0][0].fast_tokens == 34 + 16
 
 
-# what does not fit, and what is refused
-
-
 def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_model, monkeypatch):
     monkeypatch.setattr(our_runs, "needed_bytes", lambda model, variant, point, *_: 100 * point.batch)
     monkeypatch.setattr(their_runs, "needed_bytes", lambda model, name, point, _: 1000 * point.batch)
@@ -268,9 +256,6 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
 def test_bad_settings_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         bench.check_run(settings(**changes), torch.device("cpu"))
-
-
-# lossless runs
 
 
 lossless = partial(settings, steps=20, repeats=1, baselines=(), acceptance=1.0)

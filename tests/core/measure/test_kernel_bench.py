@@ -42,9 +42,6 @@ def clock(monkeypatch) -> FakeClock:
     return fake
 
 
-# --- settings ---
-
-
 def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
     sweep = KernelSettings.for_sweep("retention", ("fast",), context=1024)
     assert sweep.retentions == (0.375, 0.5, 0.75, 0.984, 1.0)
@@ -88,9 +85,6 @@ def test_the_backend_follows_the_device():
         resolve_backend("x", CPU)
 
 
-# --- bytes ---
-
-
 def test_bytes_by_op():
     """By hand: B 2, H 2, G 2, D 16, float32, T 150."""
     settings = tiny()
@@ -121,9 +115,6 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch)
     monkeypatch.setattr(bench, "LayerData", None)
     with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
         run_bench(tiny(), "torch", CPU)
-
-
-# --- runs ---
 
 
 def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival(clock):
@@ -260,9 +251,6 @@ def test_the_document_says_what_was_measured_and_what_was_not():
     took = "dense.sdpa (enable_gqa) ran as flash_attention_for_cpu"
     for missing in ("not the Triton kernels", "paper_like", took):
         assert missing in notes
-
-
-# --- the kernels, under the interpreter where there is no GPU ---
 
 
 INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.6 with numpy 2

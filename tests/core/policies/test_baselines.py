@@ -53,9 +53,6 @@ def chosen(index_BHK: torch.Tensor) -> list[list[int]]:
     return [[j for j in head if j >= 0] for head in index_BHK[0].tolist()]
 
 
-# snapkv -------------------------------------------------------------------------------------------
-
-
 def test_snapkv_keeps_the_pooled_attention_of_the_window():
     """Softmax over the whole prompt, mean over window and group, average over five neighbors."""
     logits = random_logits(PROMPT, window=3)
@@ -77,9 +74,6 @@ def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model: Any):
     assert {event.step for event in observer.selections} == {0}
     attended = [event.attended_tokens for event in observer.steps[1:]]
     assert attended == [SINK + BUDGET + RECENT + step for step in range(1, 12)]
-
-
-# quest --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [37, 48, 64])
@@ -132,9 +126,6 @@ def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> 
     return sfi_core.generate(
         model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12, stop_token_ids=(), **options
     ).report
-
-
-# controls -----------------------------------------------------------------------------------------
 
 
 def test_random_k_draws_differ_between_steps_layers_texts_and_seeds():

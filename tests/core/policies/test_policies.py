@@ -161,9 +161,6 @@ def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> Laye
     )
 
 
-# full-kv ------------------------------------------------------------------------------------------
-
-
 def plain_tokens(model: Any, prompt: list[int], mask_row: Any = None) -> list[int]:
     """Complete greedily without a cache; `mask_row` says which positions a decoded query reads."""
     ids = list(prompt)
@@ -188,9 +185,6 @@ def test_full_kv_is_the_plain_model(complete: Any, tiny_model: Any):
         assert request.read_ratio == 1
 
 
-# streaming-llm ------------------------------------------------------------------------------------
-
-
 def test_streaming_llm_reads_sink_and_last_tokens_and_nothing_else(complete: Any, tiny_model: Any):
     """The plain model under that mask says the same tokens; the budget widens the window."""
     report, _ = complete("streaming-llm")
@@ -204,9 +198,6 @@ def test_streaming_llm_reads_sink_and_last_tokens_and_nothing_else(complete: Any
         assert request.slow_at == [0]
     attended = complete("streaming-llm")[1].steps[-len(PROMPTS)].attended_tokens
     assert attended == SINK + RECENT + BUDGET
-
-
-# sfi ----------------------------------------------------------------------------------------------
 
 
 def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete: Any):
@@ -248,9 +239,6 @@ def test_sfi_hands_its_settings_to_the_selector(setting: str, value: Any):
     assert not torch.equal(changed.index_BHK, same.index_BHK)
 
 
-# oracle-top-k -------------------------------------------------------------------------------------
-
-
 def test_oracle_top_k_picks_the_positions_with_most_attention():
     """Recomputed from its own logits: the mean over a KV head's queries, within J."""
     logits = 3 * torch.randn(1, 2, 4, 1, 40)
@@ -265,9 +253,6 @@ def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
     _, observer = complete("oracle-top-k")
     steps = [e.step for e in observer.selections if (e.request, e.layer) == (0, 1) and e.index_HK.numel()]
     assert steps == list(range(1, NEW))
-
-
-# plans --------------------------------------------------------------------------------------------
 
 
 PLANS = {
