@@ -65,7 +65,6 @@ class Tape(TorchDispatchMode):
         return made
 
     def play(self) -> None:
-        """Do it all again."""
         for one in self.played:
             one()
 
@@ -117,7 +116,6 @@ class FakeRecorder:
             self._tape = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Record every graph of the test."""
         monkeypatch.setattr(recorder, "can_record", lambda _: True)
         monkeypatch.setattr(recorder, "make_recorder", lambda _: self)
         launched = GridExecutor.__call__

@@ -20,7 +20,6 @@ NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def make_the_interpreter_fast() -> None:
-    """Replace what takes it most of its time."""
     _patch_the_language_once()
     _remember_types()
     _pass_over_operands_that_agree()

@@ -44,7 +44,6 @@ SLOW_AT = list(range(0, STEPS, 3))
 
 
 def plain(model: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the new tokens of transformers' own `generate`."""
     batch = padded(rows)
     output = model.generate(**batch, max_new_tokens=STEPS, do_sample=False)
     return output[:, batch["input_ids"].shape[1] :].tolist()
@@ -59,7 +58,6 @@ def under_sfi(model: Any, rows: Sequence[Sequence[int]], config: SfiConfig) -> t
 
 
 def own_loop(model: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """Return the tokens of `sfi_core.generate` under a small budget."""
     result = generate(model, None, rows, SMALL, max_new_tokens=STEPS, stop_token_ids=(), **options)
     return [request.token_ids for request in result.report.requests]
 

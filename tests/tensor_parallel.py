@@ -46,8 +46,6 @@ COMMANDS = SfiConfig(recent=8, budget=12, t_max=2)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: the model's label, the settings, and options of `generate`."""
-
     model: str
     config: SfiConfig = CONFIG
     options: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +71,6 @@ CASES = {
 
 
 def save_models(folder: Path) -> None:
-    """Write the tiny checkpoints that the ranks load."""
     more = {name: {**MORE_HEADS} for name in MODELS}
     more["odd"] = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     for label, settings in more.items():

@@ -69,7 +69,6 @@ def test_each_algorithm_has_one_home(algorithm: str, package: str):
 
 
 def test_the_table_in_the_docs_names_every_home():
-    """docs/equations.md: equation, function, file."""
     text = (ROOT / "docs/equations.md").read_text()
     listed = {
         number: sorted(f"{file}:{name.split('.')[-1]}" for name in re.findall(r"`(.+?)`", function))

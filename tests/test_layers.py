@@ -80,7 +80,6 @@ ONLY_IN = {
 
 
 def modules() -> dict[str, Path]:
-    """List the product's files by module name."""
     found = {}
     for package in MAY_IMPORT:
         folder = ROOT / FOLDER.get(package, package)
@@ -124,7 +123,6 @@ def imported(path: Path) -> set[str]:
 
 
 def run_fresh(script: str) -> None:
-    """Run `script` in a new process that has imported nothing yet."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     environment = os.environ | {"PYTHONPATH": paths}
     result = subprocess.run(
@@ -222,7 +220,6 @@ assert top_k(torch.zeros(1, 2, 8), 3).shape == (1, 2, 3)
 
 
 def test_the_public_names_are_where_they_were():
-    """The room that is called transformers does not hide the library."""
     names = {
         "Result", "Sampling", "SelectorConfig", "Session", "SfiConfig", "generate", "load",
         "slow_fast",
@@ -254,7 +251,6 @@ DOCUMENTED = {"_exit", "_replace"}  # os._exit, and that of named tuples
 
 
 def used_names(node: ast.AST) -> list[str]:
-    """List the names of others that a piece of syntax uses."""
     match node:
         case ast.Attribute(value=ast.Name(id="self" | "cls")):
             return []
@@ -280,7 +276,6 @@ def private_names(path: Path) -> Iterator[str]:
 
 
 def is_own(node: ast.Attribute) -> bool:
-    """Say whether this sets an attribute of `self`."""
     of_self = isinstance(node.value, ast.Name) and node.value.id == "self"
     return of_self and isinstance(node.ctx, ast.Store)
 

@@ -115,7 +115,6 @@ def small(config: Any) -> dict[str, Any]:
 
 
 def build(model_type: str, **more: Any) -> Any:
-    """Make a type's tiny model, float32, the same every time."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     text = default.get_text_config(decoder=True)

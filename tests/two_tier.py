@@ -45,7 +45,6 @@ class Written:
             store.append(layer, key, value, int32(start), int32(count), start, count)
 
     def assert_found(self, layer: int = 0) -> None:
-        """Read every token by every way there is, and compare."""
         for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             for head in (None, *range(H)):
                 heads = slice(None) if head is None else slice(head, head + 1)

@@ -39,7 +39,6 @@ def inside(*arguments: str) -> Ended:
 
 @pytest.fixture
 def tiny(tmp_path) -> str:
-    """A config.json without a checkpoint."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY))

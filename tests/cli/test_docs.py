@@ -38,8 +38,6 @@ LINES = 120  # of a help: two screens
 
 @cache
 def options() -> dict[str, set[str]]:
-    """List the options of every command, the two everywhere included."""
-
     def walk(command, name=""):
         if not hasattr(command, "commands"):
             found[name] = {word for one in command.params for word in (*one.opts, *one.secondary_opts)}
@@ -78,7 +76,6 @@ def mistakes(text: str) -> list[str]:
 
 @cache
 def sources() -> list[str]:
-    """List the product's files."""
     folders = ("sfi_core", "sfi_cli", "kernels", "traces")
     return [str(file.relative_to(ROOT)) for folder in folders for file in (ROOT / folder).rglob("*.py")]
 
@@ -119,7 +116,6 @@ def of_words(line: str, known: set[str], settings) -> list[str]:
 
 
 def anchors(path: Path) -> set[str]:
-    """List the anchors that GitHub gives a document's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
 
@@ -174,7 +170,6 @@ def test_what_is_not_there_is_found(text: str, wrong: int):
 
 @pytest.fixture(scope="module")
 def script():
-    """What is in the script that makes the pages."""
     return SimpleNamespace(**run_path(str(ROOT / "docs" / "make_cli_pages.py")))
 
 
@@ -281,7 +276,6 @@ def test_a_page_s_output_is_compared_without_times_and_rules():
 
 @pytest.mark.exhaustive
 def test_the_pages_print_what_they_say_of_the_bundled_model(tmp_path, monkeypatch):
-    """README and lossless.md, then traces.md on the same recording, and tune.md."""
     monkeypatch.chdir(tmp_path)
     for page, command, first in PRINTED:
         assert_printed(page, command, first, "".join(run(command)))

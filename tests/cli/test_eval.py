@@ -36,7 +36,6 @@ def samples(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A small run that nothing has interrupted."""
     folder = tmp_path_factory.mktemp("eval") / "whole"
     result = call(*SMALL, *METHODS, "-o", folder, "--json")
     assert result.exit_code == 0

@@ -222,7 +222,6 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Run `sfi` in this process as the console's script does."""
     monkeypatch.setattr(sys, "argv", ["sfi", *arguments])
     main()
 

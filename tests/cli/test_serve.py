@@ -90,7 +90,6 @@ def test_a_config_file_may_have_settings_of_a_trace(tmp_path):
 
 
 def made(*words: str) -> list[str]:
-    """Return the flags that vLLM would get."""
     found: list[list[str]] = []
     patch = pytest.MonkeyPatch()
     patch.setattr(job.Service, "run", lambda self: found.append(self.words()))

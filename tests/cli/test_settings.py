@@ -23,7 +23,6 @@ from tests.cli.trace_commands import sfi
 
 
 def message(*arguments: str) -> str:
-    """Run a command that ends with one line about a setting."""
     result = CliRunner().invoke(cli.app, list(arguments))
     assert isinstance(result.exception, SfiError), result.output
     assert (result.exception.exit_code, result.stdout) == (2, "")
@@ -283,16 +282,12 @@ def test_doctor_tries_the_backends(monkeypatch):
 
 
 class Interrupted:
-    """A module whose loading is interrupted."""
-
     def __getattr__(self, name: str) -> None:
         raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("stage", ["command line", "arguments", "command", "library"])
 def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys, stage):
-    """It was a traceback, nothing, or a missing module."""
-
     def interrupted(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGINT)
 

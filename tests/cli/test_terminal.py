@@ -213,8 +213,6 @@ def test_the_list_of_all_settings_is_a_screen():
 
 
 class Shown:
-    """Keeps what it is told to show."""
-
     def __init__(self) -> None:
         self.counts: list[tuple[str, int, int]] = []
 
@@ -304,7 +302,6 @@ def through_main(monkeypatch: pytest.MonkeyPatch, *arguments: object, encoding: 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_character_that_stdout_lacks_is_escaped_as_in_json(monkeypatch, tmp_path, encoding):
-    """It was a traceback, or a sound trace was called damaged."""
     folder = make_trace(tmp_path / "run", steps=12)
     query = ("trace", "sql", folder, "select 'é \N{FOX FACE}' as x")
     code, text = through_main(monkeypatch, *query, "--json", encoding=encoding)

@@ -30,8 +30,6 @@ trace = fixed_trace(policy="sfi")
 
 
 def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], size=(100, 24), **options) -> None:
-    """Run the player without a terminal, and a check in it."""
-
     async def run() -> None:
         app = PlayerApp(playable(trace, **options))
         async with app.run_test(size=size) as pilot:

@@ -146,7 +146,6 @@ def other(tmp_path):
 
 
 def part_ways(trace, text: str) -> None:
-    """Give the sixth token another text."""
     steps = rows(Trace.open(trace), "steps")
     steps[5] |= {"token_id": 8, "token_text": text}
     write_part(trace, "steps", steps)

@@ -146,7 +146,6 @@ def test_ctrl_c_writes_the_best_so_far(command, environment, full, folder):
 
 
 def test_a_tuned_file_runs_and_was_measured(folder):
-    """From a trace of the bundled example to `sfi generate --config`, as docs/tune.md does it."""
     with small_example():
         sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")
         data = json.loads(sfi("tune", "dense", "--trials", "8", "--confirm", "2", "--json").stdout)

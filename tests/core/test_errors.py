@@ -17,7 +17,6 @@ def classes() -> dict[str, type[errors.SfiError]]:
 
 
 def test_every_error_has_the_documented_exit_code():
-    """Scripts that call `sfi` rely on these codes."""
     assert {name: cls.exit_code for name, cls in classes().items()} == CODES
 
 

@@ -41,7 +41,6 @@ WRITERS: dict[str, list[str]] = {
 
 
 def words(command: str, out: Path, inputs: Path) -> list[str]:
-    """Fill a command's paths in."""
     places = {"RUN": str(inputs / "run"), "IN.npz": str(inputs / "in.npz")}
     filled = [places.get(word, word) for word in WRITERS[command]]
     return [str(out) + word[3:] if word[:3] == "OUT" and word[3:4] in ("", ".") else word for word in filled]
@@ -114,7 +113,6 @@ def _serve() -> None:
 
 
 def start() -> subprocess.Popen[str]:
-    """Start the process that forks."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([*(str(root / one) for one in (".", "kernels", "traces")), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

@@ -159,7 +159,6 @@ def value(drawn: Any) -> Any:
 
 
 def edited(document: Any, edits: list[Any]) -> Any:
-    """Return a copy of a JSON document with changes."""
     found = json.loads(json.dumps(document))
     for kind, path, drawn in edits:
         node: Any = {"": found}
@@ -182,7 +181,6 @@ def _has(node: Any, key: Any) -> bool:
 
 
 def spoiled(path: Path, spoils: list[Any]) -> None:
-    """Change a file's bytes, or what it is."""
     for kind, where, what in spoils:
         if not path.is_file() or path.is_symlink():
             return

@@ -66,7 +66,6 @@ def recipe(kind: str, **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Reci
 
 
 def some(changes: list[st.SearchStrategy[Any]]) -> st.SearchStrategy[list[Any]]:
-    """One or two of some changes."""
     return st.lists(st.one_of(changes), min_size=1, max_size=2)
 
 

@@ -28,8 +28,6 @@ def run(request, kernel_device):
 
 
 class Cache:
-    """Empty pages, all NaN, in a shuffled block table."""
-
     def __init__(self, B: int, capacity: int, page_size: int, D=D, E=E, dtype=torch.float32):
         per_request = -(-capacity // page_size)
         P = B * per_request

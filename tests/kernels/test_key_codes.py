@@ -76,7 +76,6 @@ def levels_of(code: torch.Tensor) -> torch.Tensor:
 
 
 def encode(backend: str, key: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
-    """Code on the backend's device and leave the codes there."""
     device = kernel_device(backend, key.dtype)
     return encode_keys.on(backend)(key.to(device), CodeBasis(*(x.to(device) for x in basis)))
 

@@ -30,8 +30,6 @@ SM_80 = Target(80, 108)
 
 
 class Kernel:
-    """A kernel that writes down how it was launched."""
-
     def __init__(self, name: str = "_double_kernel"):
         self.__name__ = name
         self.calls = []
@@ -153,7 +151,6 @@ def ops(package: str) -> dict[str, Op]:
 
 
 def double(score: torch.Tensor, times: int = 1) -> torch.Tensor:
-    """Double the score."""
     return score * 2**times
 
 
@@ -179,7 +176,6 @@ def test_reference_and_triton_have_one_signature_but_for_what_benchmarks_vary(pa
 
 @pytest.fixture
 def with_kernel(monkeypatch: pytest.MonkeyPatch) -> Op:
-    """Return an op whose package is a fake with a kernel."""
     monkeypatch.setattr(double, "__module__", "fake_op.reference")
     kernel = SimpleNamespace(double=lambda score, times=1: "kernel")
     monkeypatch.setitem(sys.modules, "fake_op.triton", kernel)

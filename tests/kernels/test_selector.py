@@ -27,7 +27,6 @@ def allowed() -> torch.Tensor:
 
 
 def run(allowed_BT, logits=None, **changes):
-    """Score random inputs of the mask's size."""
     B, T = allowed_BT.shape
     logits = 3 * torch.randn(B, H, G, W, T) if logits is None else logits
     norm = torch.rand(*logits.shape[:2], T) + 1
@@ -271,7 +270,6 @@ def test_diagnostics_say_what_the_prior_was_weighed_by(allowed):
 
 
 def test_float64_inputs_are_computed_in_float64(allowed):
-    """As the kernels' tests need it."""
     logits, norm = torch.randn(B, H, G, W, T).double(), torch.rand(B, H, T).double() + 1
     score, weight = selector(logits, norm, allowed, **DEFAULTS)
     assert score.dtype == weight.dtype == torch.float64

@@ -74,7 +74,6 @@ class Batch:
         return step
 
     def planned(self) -> StepDescriptor:
-        """Plan with the reference."""
         step = self.described()
         split_plan.reference(step, self.heads, self.programs)
         return step
@@ -100,7 +99,6 @@ def drawn(seed: int, longest: int = 300_000) -> Batch:
 
 
 def items_of(step: StepDescriptor) -> list[list[list[int]]]:
-    """Return each request's work items."""
     work = step.work_XI.tolist()
     places = step.table_BX[:, [FIRST, SPLITS]].tolist()
     return [work[first : first + splits] for first, splits in places]
@@ -227,7 +225,6 @@ def same_in_triton(batch: Batch, device: str, spare: int = 0) -> bool:
     ids=lambda value: f"{value.heads}-{value.programs}" if isinstance(value, Batch) else value,
 )
 def test_triton_plans_the_same(kernel_device, batch: Batch, spare: int):
-    """And marks all the room that it has as unused."""
     pytest.importorskip("triton")
     assert same_in_triton(batch, kernel_device, spare)
 
@@ -242,7 +239,6 @@ RAGGED = (
 
 
 def test_the_words_of_a_ragged_batch():
-    """Slow requests read no packed token and every page; candidates lie between sink and recent tokens."""
     step = describe_step(RAGGED, 3, CPU)
     named = [MODE, LENGTH, SINK, START, PACKED, ALLOWED_START, ALLOWED_STOP, EVIDENCE, QUERIES, FIRST, SPLITS, MIXED]
     assert sorted(named) == list(range(12))

@@ -40,8 +40,6 @@ def transposed_keys(P: int, H: int, N: int, D: int, E: int) -> Pages:
 
 
 class Case:
-    """Requests in contiguous pages, and operands for every op."""
-
     def __init__(self, backend: str, E: int = D) -> None:
         self.backend, self.device = backend, kernel_device(backend)
         keys, values = ([torch.randn(H, T, width) for T in LENGTHS] for width in (D, E))
@@ -56,7 +54,6 @@ class Case:
         self.sink = int32([1, 2, 0]).to(self.device)
 
     def laid_out(self, layout: Callable[..., Pages]) -> Pages:
-        """Copy the pages into another layout on the device."""
         key, value = self.pages
         with torch.device(self.device):
             strided = layout(*key.shape, value.shape[3])

@@ -130,7 +130,6 @@ def test_double_precision_ranks_the_same_in_the_reference():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_ranks_the_same(select, dtype: torch.dtype, kernel_device: str):
-    """The mask is -inf in float16."""
     if dtype == torch.bfloat16 and kernel_device == "cpu":
         pytest.skip("Triton's interpreter has no bfloat16")
     score = torch.randn(2, 2, 1000).to(dtype)
@@ -193,7 +192,6 @@ def by_hand(score_T: list[float], page_size: int, budget: int) -> list[int]:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("page_size", "budget"), [(1, 20), (4, 1), (7, 20), (7, T), (16, 48), (128, 20)])
 def test_top_k_takes_whole_pages(backend: str, page_size: int, budget: int):
-    """Loops and sets say the same, with ties and without."""
     if backend == "triton":
         pytest.importorskip("triton")
     device = kernel_device(backend)

@@ -22,6 +22,5 @@ def selection_arrays(**changes: Any) -> dict[str, Any]:
 
 
 def write_npz(path: Path, **changes: Any) -> Path:
-    """Write them."""
     np.savez(path, **selection_arrays(**changes))
     return path

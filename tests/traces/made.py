@@ -30,7 +30,6 @@ Sets = dict[tuple[int, int], list[int]]  # by layer and head
 
 
 def overlap(first: list[int], second: list[int]) -> float:
-    """The overlap coefficient, by its definition."""
     return len(set(first) & set(second)) / min(len(first), len(second))
 
 

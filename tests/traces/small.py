@@ -37,7 +37,6 @@ def write_trace(folder: Path, tables: dict[str, list[dict[str, Any]]], **manifes
 
 
 def write_part(folder: Path, name: str, rows: list[dict[str, Any]], number: int = 0) -> Path:
-    """Write one part of a table."""
     (folder / name).mkdir(exist_ok=True)
     part = folder / name / f"part-{number:05d}.parquet"
     parquet.write_table(pa.Table.from_pylist(rows, schema=TABLES[name]), part)
@@ -65,19 +64,16 @@ def fixed_trace(**options: Any) -> Any:
 
 
 def change_manifest(folder: Path, **changes: Any) -> Path:
-    """Write other values into a trace's manifest."""
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | changes))
     return folder
 
 
 def rewrite(folder: Path, table: str, change: Callable[[list[dict]], list[dict]]) -> None:
-    """Replace a table's rows."""
     write_part(folder, table, change(parquet.read_table(folder / table / "part-00000.parquet").to_pylist()))
 
 
 def redact(folder: Path) -> Path:
-    """Take token ids and text out of a trace."""
     shutil.rmtree(folder / "prompts", ignore_errors=True)
     rewrite(folder, "steps", lambda found: [row | {"token_id": None, "token_text": None} for row in found])
     prompts = [p | {"sha256": None} for p in json.loads((folder / MANIFEST).read_text())["prompts"]]
@@ -91,7 +87,6 @@ def spoil(part: Path) -> Path:
 
 
 def rows(trace: Trace, name: str, **wanted: Any) -> list[dict]:
-    """Read a table's rows, those with these values."""
     return [row for row in trace.table(name).to_pylist() if wanted.items() <= row.items()]
 
 
@@ -111,7 +106,6 @@ def outcome(**values: Any) -> Outcome:
 
 
 def assert_spread(found: dict, values: list[float]) -> None:
-    """Compare a distribution of the summary with its values."""
     assert found["n"] == len(values)
     expected = {
         "mean": np.mean(values), "sd": np.std(values, ddof=1), "min": min(values), "max": max(values),

@@ -66,7 +66,6 @@ def test_truncated_and_missing_parts_are_named(folder):
 
 
 def test_a_page_that_changed_is_found_by_its_checksum(folder):
-    """A changed float is no error of its own."""
     part = folder / "steps" / "part-00000.parquet"
     rows = parquet.read_table(part)
     parquet.write_table(rows, part, compression="none", use_dictionary=False, write_page_checksum=True)

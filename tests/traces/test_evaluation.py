@@ -281,7 +281,6 @@ def document() -> dict:
 
 @pytest.fixture
 def drawn(monkeypatch) -> list:
-    """The figures that are saved."""
     figure = pytest.importorskip("matplotlib.figure")
     saved = []
     save = figure.Figure.savefig

@@ -26,7 +26,6 @@ def full(tmp_path) -> Request:
 
 
 def texts(figure) -> list[str]:
-    """Words above the axes."""
     return [text.get_text() for text in figure.texts]
 
 

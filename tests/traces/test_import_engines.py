@@ -81,7 +81,6 @@ def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):
 
 @cache
 def attended() -> tuple[Any, list[Any], list[int]]:
-    """Tokens and attention of a plain run of transformers, and the prompt."""
     model = tiny("llama")
     model.set_attn_implementation("eager")
     (prompt,) = prompts(PROMPT)
@@ -95,7 +94,6 @@ def attended() -> tuple[Any, list[Any], list[int]]:
 
 @cache
 def audited(folder: Path) -> Trace:
-    """The same run as sfi records it, with full attention and an audit."""
     config = SfiConfig(trigger_token_ids=(5, 50))
     with ParquetObserver(folder) as observer:
         sfi_core.generate(

@@ -241,7 +241,6 @@ def ids_of(result: Any) -> list[list[int]]:
 
 @cache
 def plain() -> list[list[int]]:
-    """Full attention's tokens."""
     return ids_of(complete(SfiConfig(), policy="full-kv"))
 
 

@@ -25,7 +25,6 @@ trace = fixed_trace(steps=STEPS, requests=2, policy="freekv")
 
 
 def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
-    """Supports by request, layer, head and step."""
     names = ("request", "layer", "head", "step")
     return {tuple(r[n] for n in names): r["positions"] for r in rows(trace, "supports")}
 

@@ -280,7 +280,6 @@ def test_a_folder_is_recorded_by_one_at_a_time_and_by_force_neither(tmp_path):
 
 
 def test_an_old_trace_s_links_are_not_followed(tmp_path):
-    """A stranger's folder may hold links to traces and folders of the user's."""
     mine = record(tmp_path / "mine").path
     there = sorted(mine.rglob("*"))
     record(tmp_path / "trace")
@@ -356,8 +355,6 @@ def test_a_killed_run_leaves_a_trace_up_to_its_last_parts(tmp_path):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a CUDA device."""
-
     is_cuda = True
 
 

@@ -21,12 +21,10 @@ from tests.traces.small import rewrite
 
 
 def rows(view: Request, table: str) -> list[dict]:
-    """The request's rows of a table."""
     return [row for row in view.trace.table(table).to_pylist() if row["request"] == view.index]
 
 
 def supports(view: Request) -> dict[tuple[int, int, int], dict]:
-    """Rows of the supports, by layer, head and step."""
     return {(row["layer"], row["head"], row["step"]): row for row in rows(view, "supports")}
 
 

@@ -159,7 +159,6 @@ def steps_by_key(trace: Trace) -> dict[tuple[int, int], dict]:
 
 
 def positions_by_place(trace: Trace) -> dict[tuple[int, int, int], dict[int, list[int]]]:
-    """Positions by request, layer and head, then by step."""
     found: dict = defaultdict(dict)
     for row in rows(trace, "supports"):
         found[row["request"], row["layer"], row["head"]][row["step"]] = row["positions"]

@@ -99,7 +99,6 @@ def test_parts_come_less_and_less_often(elapsed, due):
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
-    """/dev/full takes the part's place: a real ENOSPC from a real write."""
     monkeypatch.setattr(trace_writer, "PART_BYTES", 512)
     folder, warnings = tmp_path / "trace", []
     with ParquetObserver(folder, warn=warnings.append) as observer:

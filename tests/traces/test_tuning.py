@@ -370,7 +370,6 @@ def row_of(predicted: float, upper: float, measured: float, *, exact: bool | Non
 
 @pytest.fixture
 def found(bundled) -> TuneResult:
-    """A front of budgets, the middle one chosen."""
     tuning = Tuning.of([bundled], axes={}, trigger_sets={}, limits=Limits())
     base, front = tuning.space.base, []
     for budget in (64, 256, 1000):

@@ -89,7 +89,6 @@ def test_two_ranks_choose_and_select_what_one_process_does(name, one, ranks):
 
 @pytest.mark.parametrize("name", ["llama default", "llama paper"])
 def test_cases_have_several_slow_steps_that_differ_between_requests(name, one):
-    """Otherwise they would prove little."""
     slow_at = one[name]["slow_at"]
     assert len({tuple(steps) for steps in slow_at}) > 1
     assert all(1 < len(steps) < tensor_parallel.STEPS for steps in slow_at)

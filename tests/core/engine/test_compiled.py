@@ -49,7 +49,6 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
 
 
 def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any]:
-    """Run compiled, then as on a machine without numba."""
     compiled = decode(*run, **options)
     monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not installed")
     return [compiled, decode(*run, **options)]

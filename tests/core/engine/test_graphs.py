@@ -100,8 +100,6 @@ def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
 
 
 class Loudest(EvidencePolicy, Triggered):
-    """The policy of docs/your_policy.md."""
-
     def select_after(self, context: Evidence) -> Selection:
         return best(context, context.probability().amax(dim=(2, 3)), self.config.budget)
 
@@ -171,7 +169,6 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch) -> list[Run]:
-    """The lossless runs."""
     found = []
 
     class Kept(Drafts):

@@ -76,7 +76,6 @@ def test_no_more_tokens_than_asked_for(bound: int):
 
 
 def test_decoding_ends_with_the_token_that_ends_the_last_request():
-    """A request that has ended has no token, and reads padding."""
     host = ScriptedHost([[5, 7, 3, 3], [8, 9, 7, 3]], stop=7)
     assert list(loop(host, 4).decode()) == [{0: [5], 1: [8]}, {0: [7], 1: [9]}, {1: [7]}]
     assert host.calls[-1] == ("record", [0, 7])

@@ -53,7 +53,6 @@ class Watchful(TorchDispatchMode):
 
 @pytest.fixture
 def modes(monkeypatch) -> list[Any]:
-    """List what the check was set to."""
     found = [0]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: found[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.append)
@@ -196,8 +195,6 @@ PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(9, 50))]
 
 
 class Deaf(RecordingObserver):
-    """Wants everything, and passes it on to nobody."""
-
     wants = frozenset()
 
 
@@ -216,8 +213,6 @@ def recorder(monkeypatch) -> FakeRecorder:
 
 @pytest.fixture
 def complete(model, recorder):
-    """Run with or without graphs."""
-
     def run(graphs: bool | None, *observers: Any, **options: Any) -> RunReport:
         options = {"max_new_tokens": 8, "prompts": PROMPTS, "config": CONFIG, **options}
         prompts, config = options.pop("prompts"), options.pop("config")
@@ -230,7 +225,6 @@ def complete(model, recorder):
 
 
 def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
-    """Nothing that a run counts may grow with its tokens."""
     monkeypatch.delitem(pack.__dict__, "triton")  # no tensors stand for this kernel
     runs: list[Run] = []
     begin = Run.begin_decode

@@ -131,7 +131,6 @@ def test_slow_steps_are_those_of_eq_5_and_t_max(model, t_max, min_gap, delay, se
 
 
 def test_slow_steps_of_the_requests_of_a_batch_differ(model):
-    """So that the test above is about requests that decide alone."""
     assert len({tuple(r.slow_at) for r in run(model).report.requests}) == 3
 
 

@@ -97,7 +97,6 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The runs whose drafts were verified, which keep their caches."""
     found = []
 
     class Kept(Drafts):
@@ -110,7 +109,6 @@ def runs(monkeypatch):
 
 
 def cached(run, row):
-    """Keys, values and norms of what a request has generated, by layer."""
     state = run.requests[row]
     stop = state.length - 1  # the last token's own keys were never made
     for layer in sorted(run.layers):
@@ -241,7 +239,6 @@ def test_summaries_of_keys_forget_what_was_rejected(policy, runs, monkeypatch):
 
 @cache
 def told():
-    """A run of drafts, some of them rejected, and all that its observer heard."""
     seen = RecordingObserver()
     return run("qwen3", ROWS, draft="4", observers=[seen]), seen
 

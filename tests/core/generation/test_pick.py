@@ -40,7 +40,6 @@ def ids() -> torch.Tensor:
 
 
 def stepped(sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor) -> list[list[int]]:
-    """The tokens of each row by steps."""
     sampler = Sampler(sampling, ids, seed=4)
     steps = [sampler(logits_BV, RUNNING) for logits_BV in logits_SBV]
     return [list(row) for row in zip(*steps, strict=True)]

@@ -36,7 +36,6 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_processors_are_those_transformers_generates_with(settings: dict, ids: torch.Tensor, tiny_model):
-    """Same classes in the same order, and the same scores."""
     config = GenerationConfig(**{"top_k": 0, "do_sample": Sampling(**settings).do_sample, **settings})
     theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
     ours = processors(Sampling(**settings))
@@ -145,7 +144,6 @@ def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: f
 
 
 def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tensor):
-    """Every scaled score was infinite, and token 0 came out again and again."""
     logits = torch.randn(B, V)
     low = Sampler(Sampling(temperature=1e-36), ids)
     assert low(logits, RUNNING) == logits.argmax(-1).tolist()

@@ -87,7 +87,6 @@ def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
 
 @pytest.mark.parametrize("label", HANDFUL)
 def test_small_budget_reads_less_and_moves_the_logits(label):
-    """So that the other tests with a small budget compare sparse runs."""
     batch = padded(prompts(37))
     options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
     dense = tiny(label).generate(**batch, **options).logits[1]
@@ -123,7 +122,6 @@ def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
 
 
 def traces_of_sfi(model):
-    """List what `slow_fast` puts on a model."""
     hooks = [*model._forward_pre_hooks, *model._forward_hooks]  # noqa: SLF001
     own = [name for name in ("generate", "forward") if name in model.__dict__]
     return model.config._attn_implementation, [*hooks, *own]  # noqa: SLF001
@@ -215,7 +213,6 @@ def test_a_budget_of_all_positions_does_however_short_the_prompt(way: str, lengt
 
 @pytest.mark.parametrize(("label", "way"), CASES)
 def test_a_row_of_a_ragged_batch_equals_the_row_alone(label: str, way: str):
-    """Tokens, slow steps, reasons and what was read, with a budget that reads less."""
     rows = prompts(*LENGTHS[4])
     together = run(label, way, rows)
     assert together == [run(label, way, [row])[0] for row in rows]
@@ -234,7 +231,6 @@ def test_chunks_pages_and_places_change_nothing(way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_heads_change_what_is_read(way: str):
-    """So that the tests above compare runs whose heads differ."""
     assert run("llama", way, prompts(37))[0].read_ratio < 0.9
 
 

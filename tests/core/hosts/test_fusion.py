@@ -137,7 +137,6 @@ def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bo
 
 
 def per_layer(monkeypatch: pytest.MonkeyPatch, kind: str, *, on: bool) -> Counter[str]:
-    """Count what one more layer launches."""
     two, one = (fast_step(monkeypatch, kind, layers, on=on) for layers in (2, 1))
     return two - one
 
@@ -265,7 +264,6 @@ def test_what_the_hub_wraps_in_a_module_is_still_known():
 
 def described() -> Any:
     def square(x: int) -> int:
-        """Square the next number."""
         y: int = x + 1  # the next
         return y * y
 

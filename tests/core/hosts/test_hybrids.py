@@ -83,7 +83,6 @@ def test_a_mixer_whose_state_takes_padding_is_refused(monkeypatch):
 
 @cache
 def read(label, *rows):
-    """A session whose cache has read prompts, for its states."""
     batch = padded([list(row) for row in rows])
     with slow_fast(tiny(label), None, SMALL) as session, torch.no_grad():
         ids, mask = batch["input_ids"], batch["attention_mask"]

@@ -27,7 +27,6 @@ LOSSLESS = sfi_core.EngineOptions(lossless=True)
 
 
 def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
-    """Run `model.generate` on padded prompts."""
     return model.generate(**padded(rows), **{"max_new_tokens": STEPS, **options})
 
 

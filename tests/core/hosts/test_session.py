@@ -41,8 +41,6 @@ def expected(model):
 
 
 class Numbers:
-    """A tokenizer for streamers: a token's text is its number."""
-
     def decode(self, token_ids, **options):
         return "".join(f"{token} " for token in token_ids)
 
@@ -56,8 +54,6 @@ class StopAfter(StoppingCriteria):
 
 
 class Only(LogitsProcessor):
-    """Allow some tokens."""
-
     def __init__(self, tokens):
         self.tokens = tokens
 

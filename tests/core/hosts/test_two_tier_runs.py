@@ -129,7 +129,6 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
 
 @pytest.fixture(scope="module")
 def bundled() -> tuple[Any, Any, str]:
-    """The model that ships, its tokenizer, and a question about a long document."""
     model, tokenizer = load(str(BUNDLED))
     return model, tokenizer, find_task("bundled-recall").sample(tokenizer, 2800, 0).prompt
 

@@ -38,7 +38,6 @@ def tiny(**changes) -> KernelSettings:
 
 
 def built(layer: LayerData) -> Iterator[KernelVariant]:
-    """Yield the variants of all groups."""
     return chain.from_iterable(variants for _, variants in groups(layer))
 
 

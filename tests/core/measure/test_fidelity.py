@@ -113,7 +113,6 @@ def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
 
 
 def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, full):
-    """By float64 softmax of the two runs' logits."""
     logits, _ = forced(tiny_model, window, policy="streaming-llm")
     plain, _ = forced(tiny_model, window, policy="full-kv")
     q, p = logits.double().softmax(-1), plain.double().softmax(-1)

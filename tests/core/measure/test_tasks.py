@@ -237,7 +237,6 @@ def test_a_prompt_whose_rows_are_done_is_not_read(loaded, monkeypatch):
 
 
 def test_what_fails_leaves_the_other_rows(loaded, monkeypatch):
-    """A method that needs too much memory, and one whose logits break for one prompt."""
     cells, rows = cells_of("full-kv", "quest", "streaming-llm", budgets=[24]), SampleRows(*loaded)
     expected = {key_of(row): row for row in timeless(rows.make(cells))}
     broken = find_task(TASK).sample(loaded[1], LENGTH, 1).prompt_ids
@@ -278,7 +277,6 @@ def test_ctrl_c_ends_the_run_between_rows(loaded, monkeypatch):
     ],
 )
 def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):
-    """1,024 tokens fit its positions, the answer to them does not."""
     with pytest.raises(InputError, match=message):
         SampleRows(*loaded).check(cells_of("sfi", lengths=(500, length), tasks=("niah-single",)))
 

@@ -46,8 +46,6 @@ def model(tiny_tokenizer: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
-    """Return what writes the tiny Llama as a GGUF file."""
-
     def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
         facts = {"architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", "tensors": 0, **changed}
         writer = gguf.GGUFWriter(path, facts["architecture"], split_max_tensors=facts["tensors"])
@@ -119,8 +117,6 @@ def file(write: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def uint32(name: str, value: int) -> Edit:
-    """Return what sets a number of a file's tokenizer."""
-
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0][f"tokenizer.ggml.{name}"] = GGUFValue(value, gguf.GGUFValueType.UINT32)
 
@@ -128,7 +124,6 @@ def uint32(name: str, value: int) -> Edit:
 
 
 def without(name: str) -> Edit:
-    """Return what leaves a value of a file's tokenizer out."""
     return lambda writer: writer.kv_data[0].pop(f"tokenizer.ggml.{name}")
 
 
@@ -154,7 +149,6 @@ def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
 
 
 def test_a_file_on_the_hub_loads_from_the_cache(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As a download leaves it there."""
     home, commit = tmp_path / "models--owner--name", "0" * 40
     (home / "snapshots" / commit).mkdir(parents=True)
     shutil.copy(file, home / "snapshots" / commit)

@@ -107,8 +107,6 @@ def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(
 
 
 class Holder(torch.nn.Module):
-    """What of a model these functions look at."""
-
     def __init__(self, one: Linear) -> None:
         super().__init__()
         self.one, self.device, self.dtype = one, torch.device("cpu"), one.weight.dtype

@@ -30,8 +30,6 @@ class Compared(Exception):  # noqa: N818 - it carries what ranks compare, and is
 
 
 class FakeRanks(Ranks):
-    """Two ranks of which only this one is there."""
-
     def agreed(self) -> Any:
         return nullcontext()
 
@@ -49,7 +47,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """Return a copy of the checkpoint to damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
@@ -119,7 +116,6 @@ def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(
 
 @pytest.mark.parametrize("name", ["auto", "float32", "bf16", "bfloat16", "fp16"])
 def test_weights_have_the_dtype_asked_for(saved: Path, name: str):
-    """The checkpoint is float32."""
     full = {"auto": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name, name)
     assert load(str(saved), dtype=name, device="cpu")[0].dtype == getattr(torch, full)
 
@@ -225,7 +221,6 @@ LISTS = (
     ("template", "joined"), [(PRINTS, "\n"), (PRINTS.replace("m.content", "m.content | tojson"), "\\n"), (LISTS, "")]
 )
 def test_text_parts_and_null_are_read_as_text(saved: Path, template: str, joined: str):
-    """Python's or JSON's list went into the prompt."""
     tokenizer = load_tokenizer(str(saved))
     tokenizer.chat_template = template
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

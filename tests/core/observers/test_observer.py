@@ -55,8 +55,6 @@ def test_an_observer_of_one_thing_inherits_the_rest():
 
 
 class Everything(NullObserver):
-    """Wants every event."""
-
     def on(self, event) -> None:
         """Take it."""
 

@@ -75,7 +75,6 @@ def selects(policy: str, event: SelectionEvent) -> bool:
 
 
 def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
-    """Say how many tokens a fast step may read."""
     config = make(policy, CONFIG.replace(recent_mode=mode)).config
     sparse = SINK + BUDGET + RECENT
     if config.recent_mode == "anchored":  # SnapKV keeps what was decoded
@@ -116,7 +115,6 @@ def test_selected_positions_are_candidates_ascending_and_unique(complete: Any, p
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
 def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str, mode: str):
-    """A request does not notice the other requests of its batch."""
     together, _ = complete(policy, mode)
     for row, request in enumerate(together.requests):
         alone, _ = complete(policy, mode, row)
@@ -124,7 +122,6 @@ def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str
 
 
 def test_the_runs_above_differ_between_policies(complete: Any):
-    """Otherwise they would show little."""
     tokens = {str([r.token_ids for r in complete(policy, mode)[0].requests]) for policy in POLICIES for mode in MODES}
     # those that the trigger makes slow have both modes; the others have one
     assert len(tokens) == len(POLICIES) + sum(issubclass(policy, Triggered) for policy in POLICIES.values())
@@ -153,7 +150,6 @@ def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
 
 
 def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> LayerContext:
-    """Return what a layer of one request shows a policy."""
     return layer_context(
         logits,
         allowed_BT=allowed_positions(length, torch.tensor([budget_start]), torch.tensor([length - RECENT])),

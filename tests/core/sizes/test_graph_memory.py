@@ -118,7 +118,6 @@ class Allocator:
             monkeypatch.setattr(torch.cuda, name, function)
 
     def take(self, size: int) -> None:
-        """Allocate anew."""
         self.allocated += size
         self.reserved = max(self.reserved, self.allocated)
 
@@ -222,7 +221,6 @@ class Compares(NullObserver):
 
 
 def run(observers: list[Observer], sampling: Sampling | None) -> tuple[int, Any]:
-    """Return the most bytes of tensors that a lossless run holds, and its result."""
     model = tiny_qwen3(VOCABULARY)
     torch.manual_seed(1)
     rows = torch.randint(VOCABULARY, (3, PROMPT)).tolist()

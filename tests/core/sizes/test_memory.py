@@ -136,7 +136,6 @@ def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, opti
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], int]:
-    """Return what sets the system's free kilobytes."""
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
     return lambda kilobytes: meminfo.write_text(f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n")

@@ -14,7 +14,6 @@ SINK, RECENT = 4, 8
 
 
 def prefilled(prompt: int, sink: int = SINK, recent: int = RECENT) -> RequestState:
-    """Return a request after its prompt, as `Run.begin_prefill` leaves it."""
     state = RequestState()
     state.begin(slow=True, reason="first", new_tokens=prompt)
     state.prompt_tokens = prompt

@@ -40,7 +40,6 @@ class Packing:
         return brought.rows_RH
 
     def assert_same(self) -> None:
-        """Compare what counts of both segments, bit for bit."""
         self.written.store.ready(0)
         ours, theirs = self.segments
         assert torch.equal(ours.length_BH, theirs.length_BH)

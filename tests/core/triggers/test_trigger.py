@@ -36,7 +36,6 @@ def slow_steps(tokens: list[int], **settings) -> dict[int, str]:
 
 
 def text(length: int, *stops: int) -> list[int]:
-    """Return that many words with boundary tokens at `stops`."""
     return [STOP if t in stops else WORD for t in range(length)]
 
 

@@ -95,7 +95,6 @@ class FakeScheduler:
         return dict(zip(count, plan.entries, strict=True))
 
     def settle(self) -> None:
-        """Let the sampled tokens be known, and forget the requests that have ended."""
         for one, token in self.coming:
             one.output_token_ids.append(token)
             if one.ended:
@@ -103,7 +102,6 @@ class FakeScheduler:
         self.coming = []
 
     def run(self) -> dict[str, Tracked]:
-        """Go on until all have ended."""
         while self.live:
             self.step()
             if self.late and all(one.generated == len(one.script) for one in self.live.values()):

@@ -25,7 +25,6 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
-    """Count what the segments' own tensors take."""
     segment = PackedSegment(slots, packed_rows(untriggered("sfi", config), LONGEST), SHAPE)
     return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
 
@@ -75,7 +74,6 @@ class Runner:
         self.matcher, self.reads = RowMatcher(), 0
 
     def match(self, order: list[Entry], numbers: list[int] | None, planned: list[Entry]) -> None:
-        """Match rows that are in `order`, and check them."""
         counts = [(entry.length, entry.count) for entry in order]
         assert self.matcher.match(counts, numbers, planned, lambda: self._read(order)) == order
 
@@ -123,8 +121,6 @@ def test_last_blocks() -> None:
 
 
 class Common(SimpleNamespace):
-    """The fields of vLLM's `CommonAttentionMetadata` that a part reads."""
-
     def replace(self, **changes: Any) -> "Common":
         return Common(**vars(self) | changes)
 

@@ -31,7 +31,6 @@ class Request:
     step: int = -1
 
     def entry(self, one: RequestPass, **options: Any) -> Entry:
-        """Enter the next pass."""
         start, self.length = self.length, self.length + one.count
         generates = one.generates
         self.step += generates
@@ -155,7 +154,6 @@ def test_vllms_layout_equals_contiguous_pages(backend: str) -> None:
 
 
 def test_fast_steps_read_a_part() -> None:
-    """A fast step's output differs from a dense one's: the script's budget is small enough to tell."""
     server = Server("torch", strided=True)
     request = Request(0, 0, [3, 9, 4, 11, 7, 1])
     server.step((request, request.entry(prompt(70), opens=True)))
