@@ -86,7 +86,7 @@ class Architecture:
     def label(self) -> str:
         return self.name.lower().replace(" ", "-")
 
-    def build(self) -> Any:
+    def build(self):
         if self.swept or (self.refusal and not self.encoder_decoder):
             return build(self.model_type, **self.settings)
         common = {name: value for name, value in COMMON.items() if name not in self.drop}
@@ -213,7 +213,7 @@ BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *BESID
 
 
 @cache
-def tiny(label: str) -> Any:
+def tiny(label: str):
     """Build an architecture's model once for all tests; whoever changes it changes it back."""
     return BY_LABEL[label].build()
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
 
-def tokens(result: Any) -> list[list[int]]:
+def tokens(result) -> list[list[int]]:
     """Return the generated token ids of each request of a result."""
     return [request.token_ids for request in result.report.requests]
 
 
-def int32(values: Any) -> torch.Tensor:
+def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -43,10 +42,10 @@ def positions(index_HK: torch.Tensor) -> list[list[int]]:
     return [[position for position in head if position >= 0] for head in index_HK.tolist()]
 
 
-def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -> Any:
+def break_logits(model, when: Callable[[], bool], row=slice(None)):
     """Make the logits NaN for as long as `when()` holds; returns the hook, which is a context."""
 
-    def replace(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def replace(module, args, output: torch.Tensor) -> torch.Tensor:
         if when():
             output = output.clone()
             output[row] = torch.nan
@@ -55,12 +54,12 @@ def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -
     return model.lm_head.register_forward_hook(replace)
 
 
-def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
+def layer_context(logits: torch.Tensor, **fields) -> LayerContext:
     """Return what a layer shows a policy; what a test does not name is empty or fails when asked for."""
     shape = (1, logits.shape[1], logits.shape[-1])
     empty = torch.empty(0)
 
-    def unexpected(*_: Any) -> Any:
+    def unexpected(*_):
         raise AssertionError("the policy looks at what the test does not show")
 
     shown = {
@@ -93,7 +92,7 @@ class RecordingObserver(NullObserver):
         self.spans: list[tuple[str, int | None]] = []
         self.open = 0
 
-    def on(self, event: Any) -> None:
+    def on(self, event) -> None:
         vars(self)[KEPT[type(event)]].append(event)
 
     @contextmanager
@@ -208,7 +207,7 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decode_attention.__dict__, "triton", _attention_with_undefined_logits)
 
 
-def _attention_with_undefined_logits(*args: Any, **options: Any) -> DecodeAttention:
+def _attention_with_undefined_logits(*args, **options) -> DecodeAttention:
     # the kernel leaves what lies behind a shorter request's last token as it was
     result, step = decode_attention.reference(*args, **options), args[7]
     if result.logits_BHGWT is not None:

@@ -16,7 +16,6 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import transformers
@@ -43,13 +42,13 @@ EVERY_STEP = SMALL.replace(budget=1, trigger_policy="always")
 SLOW_AT = list(range(0, STEPS, 3))
 
 
-def plain(model: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+def plain(model, rows: Sequence[Sequence[int]]) -> list[list[int]]:
     batch = padded(rows)
     output = model.generate(**batch, max_new_tokens=STEPS, do_sample=False)
     return output[:, batch["input_ids"].shape[1] :].tolist()
 
 
-def under_sfi(model: Any, rows: Sequence[Sequence[int]], config: SfiConfig) -> tuple[list[list[int]], Any]:
+def under_sfi(model, rows: Sequence[Sequence[int]], config: SfiConfig):
     """Return the tokens of `model.generate` inside `slow_fast`, and the report."""
     batch = padded(rows)
     with slow_fast(model, None, config) as session:
@@ -57,12 +56,12 @@ def under_sfi(model: Any, rows: Sequence[Sequence[int]], config: SfiConfig) -> t
     return output[:, batch["input_ids"].shape[1] :].tolist(), session.report
 
 
-def own_loop(model: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+def own_loop(model, rows: Sequence[Sequence[int]], **options) -> list[list[int]]:
     result = generate(model, None, rows, SMALL, max_new_tokens=STEPS, stop_token_ids=(), **options)
     return [request.token_ids for request in result.report.requests]
 
 
-def check(model: Any) -> list[str]:
+def check(model) -> list[str]:
     """Run a model under sfi beside transformers; return notes of what it cannot, or raise `AssertionError`."""
     rows, notes = prompts(*LENGTHS), []
     try:
@@ -95,7 +94,7 @@ def check(model: Any) -> list[str]:
     return notes
 
 
-def _same(what: str, got: Any, right: Any) -> None:
+def _same(what: str, got, right) -> None:
     assert got == right, f"{what}: {got} for {right}"
 
 
@@ -122,7 +121,7 @@ def judge(model_type: str) -> tuple[str, str]:
 
 def in_processes(names: Sequence[str], jobs: int) -> Iterator[tuple[str, str, str]]:
     """Judge each type in a process of its own, `jobs` at a time; yield its name, end and reason."""
-    running: dict[int, tuple[str, Any]] = {}
+    running = {}
     waiting = list(reversed(names))
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -85,12 +85,12 @@ def save_models(folder: Path) -> None:
     _save(twin, folder / "llama-trained-on")
 
 
-def _save(model: Any, folder: Path) -> None:
+def _save(model, folder: Path) -> None:
     model.save_pretrained(folder)
     build_tokenizer(512).save_pretrained(folder)
 
 
-def complete(case: Case, model: Any) -> dict[str, Any]:
+def complete(case: Case, model) -> dict:
     """Run a case; return its tokens, its slow steps and the positions of every selection by KV head."""
     seen = RecordingObserver()
     rows = prompts(*LENGTHS)
@@ -113,7 +113,7 @@ def complete(case: Case, model: Any) -> dict[str, Any]:
     }
 
 
-def every_case(folder: Path) -> dict[str, Any]:
+def every_case(folder: Path) -> dict:
     """Run all cases, each model loaded once."""
     models: dict[str, Any] = {}
     found = {}
@@ -130,7 +130,7 @@ def every_refusal(folder: Path) -> dict[str, str]:
     rank = int(os.environ["RANK"])
     model, _ = load(str(folder / "llama"), device="cpu")
 
-    def run(rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options: Any) -> None:
+    def run(rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options) -> None:
         generate(model, None, rows, config, stop_token_ids=(), **{"max_new_tokens": 4, **options})
 
     def broken() -> None:

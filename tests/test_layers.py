@@ -10,7 +10,6 @@ from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -235,7 +234,7 @@ PRIVATE = "sfi_core/machine/private.py"
 COMPILED = import_module("numba").njit(lambda: None) if find_spec("numba") else None
 CACHED = import_module("numba.core.caching").FunctionCache(sources) if find_spec("numba") else None
 # what has a name, and the one file that uses it, which says why no public name does
-LISTED: dict[str, tuple[Any, str]] = {
+LISTED = {
     "_attn_implementation": (PreTrainedConfig, PRIVATE),
     "_forward_hooks": (torch.nn.Module(), PRIVATE),
     "_forward_pre_hooks": (torch.nn.Module(), PRIVATE),

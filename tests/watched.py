@@ -20,7 +20,7 @@ VOCAB, H, G, LAYERS = 96, 4, 2, (0, 1)
 
 
 @cache
-def four_heads() -> Any:
+def four_heads():
     """Make a random model of 4 KV heads, so that clusters can be of different sizes."""
     torch.manual_seed(3)
     sizes = {**TINY, "hidden_size": 64, "num_attention_heads": H * G, "num_key_value_heads": H}

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -172,7 +171,7 @@ def test_what_a_trace_s_commands_print_is_no_wider_than_the_terminal(recorded, m
     assert trace("replay", recorded, *grid, "--wide").stdout == plain
 
 
-def _row(names: str) -> dict[str, Any]:
+def _row(names: str) -> dict:
     return dict.fromkeys(names.split(), 12345.678)
 
 
@@ -220,7 +219,7 @@ class Shown:
         self.counts.append((phase, done, total))
 
 
-def shown(limits: list[int], **options: Any) -> Shown:
+def shown(limits: list[int], **options) -> Shown:
     progress = Shown()
     sfi_core.generate(
         tiny_qwen3(), None, [[5, 6, 7]] * len(limits), CONFIG, max_new_tokens=limits,

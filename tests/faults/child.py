@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 SMALL = ["--max-new-tokens", "12", "--set", "budget=32", "--set", "recent=16"]
 BENCH = ["--context", "200", "--steps", "3", "--repeats", "1", "--budget", "64", "--set", "recent=32"]
@@ -46,7 +45,7 @@ def words(command: str, out: Path, inputs: Path) -> list[str]:
     return [str(out) + word[3:] if word[:3] == "OUT" and word[3:4] in ("", ".") else word for word in filled]
 
 
-def _begin(case: dict[str, Any]) -> None:
+def _begin(case: dict) -> None:
     # in the new process: where it writes what it says, and its fault
     os.chdir(case["place"])
     for number, file in ((1, case["stdout"]), (2, case["stderr"])):
@@ -64,10 +63,10 @@ def _begin(case: dict[str, Any]) -> None:
         time.time_ns = lambda: now[1]() - 3600 * 10**9 * next(steps)
 
 
-def _run(case: dict[str, Any]) -> None:
+def _run(case: dict) -> None:
     from sfi_cli import app  # noqa: PLC0415 - after the fork nothing new is imported
 
-    code: Any = 0
+    code = 0
     try:
         _begin(case)
         sys.argv = ["sfi", *case["words"]]

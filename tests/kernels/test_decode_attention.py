@@ -1,7 +1,6 @@
 """A decoding step's attention: fast, slow and idle requests in one launch, against float64."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ class Step:
         split_plan.on(self.backend)(step, H, places)
         return step
 
-    def operands(self) -> dict[str, Any]:
+    def operands(self) -> dict:
         tensors = {
             "query_BHGWD": self.query[:, :, :, None],
             "packed_key_BHSD": self.packed[0],
@@ -75,7 +74,7 @@ class Step:
             tensors["dense_BH"] = torch.tensor(self.dense).int()
         return {n: t.to(self.device) for n, t in tensors.items()}
 
-    def attend(self, **options: Any) -> DecodeAttention:
+    def attend(self, **options) -> DecodeAttention:
         options = {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in options.items()}
         run = decode_attention.on(self.backend)
         result = run(**self.operands(), descriptor=self.descriptor(), scale=SCALE, **options)
@@ -96,7 +95,7 @@ class Step:
             value = torch.cat([self.packed[1][row, head, :count], value[recent]])
         return key[None, None], value[None, None]
 
-    def assert_plain(self, sink_HG: torch.Tensor | None = None, **options: Any) -> None:
+    def assert_plain(self, sink_HG: torch.Tensor | None = None, **options) -> None:
         """Compare every request and head with float64 attention over what it may read."""
         extra = {} if sink_HG is None else {"sink_HG": sink_HG}
         out = self.attend(**options, **extra).out_BHGWE[:, :, :, 0]
@@ -192,7 +191,7 @@ def test_logits_of_every_size_come_out_right(backend: str):
         ("query_BHGWD", lambda t: t[:1], r"query must be \[B=2, H, G, W, D\]"),
     ],
 )
-def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
+def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change, message: str):
     step = Step(backend, [65, 130], [FAST, SLOW])
     operands = step.operands()
     operands[name] = change(operands[name])

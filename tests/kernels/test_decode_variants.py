@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ FEW, FEW_MODES = [200, 65, 130, 64], [SLOW, FAST, IDLE, FAST]
 SINK_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
 
 
-def step_of(backend: str, **changes: Any) -> Step:
+def step_of(backend: str, **changes) -> Step:
     options = {"dense": DENSE, "mixed": MIXED_ROWS, "places": 64, **changes}
     return Step(backend, options.pop("lengths", LENGTHS), options.pop("modes", MODES), **options)
 
@@ -101,7 +100,7 @@ def test_marks_and_mixed_requests_come_together(backend: str):
     operands, descriptor = step.operands(), step.descriptor()
     dense_BH = operands.pop("dense_BH")
 
-    def run(descriptor: Any, **marks: Any) -> Any:
+    def run(descriptor, **marks):
         return decode_attention.on(backend)(**operands, **marks, descriptor=descriptor, scale=SCALE)
 
     with pytest.raises(ValueError, match=r"^dense must be given for mixed requests, got rows \(0, "):
@@ -117,7 +116,7 @@ def test_marks_and_mixed_requests_come_together(backend: str):
 
 def test_a_mixed_request_has_the_words_of_a_dense_read():
     """Only a request that decodes can be mixed; the sparse heads find their pages by MIXED."""
-    numbers: Any = {"length": 130, "recent_start": 101, "packed": 36, "sink": 4}
+    numbers = {"length": 130, "recent_start": 101, "packed": 36, "sink": 4}
     modes = (FAST, SLOW, IDLE, PROMPT)
     requests = [StepRequest(mode=mode, **numbers, mixed=True) for mode in modes]
     requests.append(StepRequest(mode=FAST, **numbers))
@@ -142,7 +141,7 @@ def none_of(pseudo: PseudoToken) -> PseudoToken:
     return pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
 
 
-def attend(step: Step, pseudo: PseudoToken | None, **options: Any) -> torch.Tensor:
+def attend(step: Step, pseudo: PseudoToken | None, **options) -> torch.Tensor:
     if pseudo is not None:
         options["pseudo"] = PseudoToken(*(part.to(step.device) for part in pseudo))
     return step.attend(**options).out_BHGWE[:, :, :, 0]
@@ -169,7 +168,7 @@ def plain(
     return torch.cat(terms, 1).softmax(1) @ torch.cat(values)
 
 
-def assert_plain(step: Step, **options: Any) -> None:
+def assert_plain(step: Step, **options) -> None:
     pseudo = pseudo_of(step)
     out = attend(step, pseudo, **options)
     assert out.dtype == step.dtype
@@ -187,7 +186,7 @@ def assert_plain(step: Step, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG}), (64, {"soft_cap": 0.5})])
-def test_it_takes_its_share_once_however_often_the_keys_are_split(backend: str, places: int, options: dict[str, Any]):
+def test_it_takes_its_share_once_however_often_the_keys_are_split(backend: str, places: int, options: dict):
     """Beside slow requests, which have none, and an idle one."""
     step = Step(backend, FEW, FEW_MODES, places=places)
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
@@ -206,7 +205,7 @@ def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG})])
-def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, options: dict[str, Any]):
+def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, options: dict):
     """Bit for bit in the kernels; the reference joins three parts in other steps than two."""
     step = Step(backend, FEW, FEW_MODES, places=places)
     got, without = attend(step, none_of(pseudo_of(step)), **options), attend(step, None, **options)
@@ -251,7 +250,7 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
         ("value_BHE", lambda x: x[..., :3], r"^pseudo value must be \[B=2, H=2, E=16\], got \[2, 2, 3\]$"),
     ],
 )
-def test_one_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
+def test_one_that_does_not_fit_is_named(backend: str, name: str, change, message: str):
     step = Step(backend, [65, 130], [FAST, SLOW])
     pseudo = pseudo_of(step)
     with pytest.raises(ValueError, match=message):
@@ -296,7 +295,7 @@ class Verification(Step):
         split_plan.on(self.backend)(step, H, places)
         return step
 
-    def operands(self) -> dict[str, Any]:
+    def operands(self) -> dict:
         return super().operands() | {"query_BHGWD": self.query.to(self.device)}
 
     def assert_plain(

@@ -42,7 +42,7 @@ def make_trace(
     policy: str = "full-kv",
     sentence: int = 10,
     audit: int | None = 1,
-    **manifest: Any,
+    **manifest,
 ) -> Path:
     """Write a trace: a trigger every `sentence` steps, supports that jump there and drift in between.
 
@@ -62,7 +62,7 @@ def make_trace(
     return folder
 
 
-def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
+def _manifest(policy: str, requests: int, audit: int | None) -> dict:
     settings = {"every": audit, "top": TOP, "layers": None}
     return {
         "schema_version": SCHEMA_VERSION, "sfi_version": "0.1.0", "run_id": "0123456789abcdef" * 2,

@@ -1,7 +1,6 @@
 """What files of selections become a trace, and which are refused, with the row."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ def imported(path: Path) -> Trace:
     return Trace.open(folder)
 
 
-def sets_of(arrays: dict[str, Any]) -> dict[tuple[int, int], list[int]]:
+def sets_of(arrays: dict) -> dict[tuple[int, int], list[int]]:
     return {
         (step, layer): sorted(position for position in row.tolist() if position >= 0)
         for step, layers in enumerate(arrays["positions"])

@@ -3,7 +3,6 @@
 import runpy
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ PROMPT, NEW, TOP, LAYERS = 40, 24, 12, 4
 
 
 @cache
-def example() -> dict[str, Any]:
+def example() -> dict:
     return runpy.run_path(str(EXAMPLE))
 
 
@@ -80,7 +79,7 @@ def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):
 
 
 @cache
-def attended() -> tuple[Any, list[Any], list[int]]:
+def attended():
     model = tiny("llama")
     model.set_attn_implementation("eager")
     (prompt,) = prompts(PROMPT)
@@ -103,7 +102,7 @@ def audited(folder: Path) -> Trace:
     return Trace.open(folder)
 
 
-def save(path: Path, **changes: Any) -> Path:
+def save(path: Path, **changes) -> Path:
     sequence, attentions, _ = attended()
     document = {
         "sfi_import_version": 1,

@@ -4,7 +4,6 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ CONFIG = SfiConfig(
 class Run(NullObserver):
     """A lossless run of a random model: the verifications that the engine told, and the tokens of each request."""
 
-    def __init__(self, folder: Path, config: SfiConfig = CONFIG, **options: Any) -> None:
+    def __init__(self, folder: Path, config: SfiConfig = CONFIG, **options) -> None:
         self.verifications: list[VerificationEvent] = []
         ids = torch.randint(0, 96, (len(REQUESTS), PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
         with pytest.MonkeyPatch.context() as patch, ParquetObserver(folder, **options) as observer:
@@ -222,7 +221,7 @@ def test_the_report_has_a_panel_and_numbers(told):
     assert f"{left_out} drafting passes without a step of their own are left out" in page
 
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "boundary": {},
     "paper": {"slow_start": 1, "trigger_delay": 0, "span": 0, "t_max": 7},
     "codescan": {"budget": 1, "recent": 2, "codescan": {"rest": 0.0}},
@@ -235,7 +234,7 @@ def settings(name: str) -> SfiConfig:
     return SfiConfig().replace(**(small | CASES[name]))
 
 
-def ids_of(result: Any) -> list[list[int]]:
+def ids_of(result) -> list[list[int]]:
     return [request.token_ids for request in result.report.requests]
 
 

@@ -6,7 +6,6 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ CONFIG = SfiConfig(
 
 
 @cache
-def bundled() -> tuple[Any, Any]:
+def bundled() -> tuple:
     return load()
 
 
@@ -55,14 +54,14 @@ def test_a_hybrid_s_layers_of_states_have_no_heads(tmp_path):
     assert [layer["heads"] for layer in layers] == [0, 2, 0, 2]
 
 
-def complete(config: SfiConfig, **options: Any) -> Any:
+def complete(config: SfiConfig, **options):
     model, tokenizer = bundled()
     options = {"stop_token_ids": ()} | options
     return sfi_core.generate(model, tokenizer, prompts(), config, max_new_tokens=NEW, **options)
 
 
 @cache
-def recorded(budget: int) -> tuple[Any, Trace]:
+def recorded(budget: int):
     folder = Path(mkdtemp()) / "trace"
     with ParquetObserver(folder, tokenizer=bundled()[1], positions=True) as observer:
         audit = AuditConfig(every=2, top=64)
@@ -70,7 +69,7 @@ def recorded(budget: int) -> tuple[Any, Trace]:
     return result, Trace.open(folder)
 
 
-def rows(budget: int, table: str) -> list[dict[str, Any]]:
+def rows(budget: int, table: str) -> list[dict]:
     return recorded(budget)[1].table(table).to_pylist()
 
 
@@ -186,18 +185,18 @@ ITS_OWN = ("request", "elapsed_us", "batch_step", "slow_requests", "fast_request
 
 
 @cache
-def model() -> Any:
+def model():
     return tiny_qwen3()
 
 
-def record(numbers: list[int], **options: Any) -> Trace:
+def record(numbers: list[int], **options) -> Trace:
     folder = Path(mkdtemp()) / "trace"
     with ParquetObserver(folder, positions=True) as observer:
         complete_rows(numbers, observer, **options)
     return Trace.open(folder)
 
 
-def complete_rows(numbers: list[int], observer: ParquetObserver, **options: Any) -> Any:
+def complete_rows(numbers: list[int], observer: ParquetObserver, **options):
     return sfi_core.generate(
         model(), None, [ROWS[n] for n in numbers], options.pop("config", CONTINUOUS), stop_token_ids=(),
         max_new_tokens=[LIMITS[n] for n in numbers], observers=[observer],
@@ -210,7 +209,7 @@ def continuous() -> Trace:
     return record([*range(6)], max_batch=2, engine=EngineOptions(prefill_chunk=16))
 
 
-def rows_of(trace: Trace, table: str, request: int) -> list[dict[str, Any]]:
+def rows_of(trace: Trace, table: str, request: int) -> list[dict]:
     found = [row for row in trace.table(table).to_pylist() if row["request"] == request]
     return [{key: row[key] for key in row if key not in ITS_OWN} for row in found]
 

@@ -28,7 +28,7 @@ AUDIT = {"every": 2, "top": 6, "layers": None, "heads": None}
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def run_event(batch: int = 2, **changes: Any) -> RunEvent:
+def run_event(batch: int = 2, **changes) -> RunEvent:
     event = {
         "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu",
         "config": CONFIG, "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
@@ -36,7 +36,7 @@ def run_event(batch: int = 2, **changes: Any) -> RunEvent:
     return RunEvent(**event | changes)
 
 
-def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
+def step_event(request: int = 0, step: int = 0, **changes) -> StepEvent:
     event = {
         "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90,
         "slow": False, "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
@@ -66,7 +66,7 @@ class Told:
         rows: By table; `token_text` is left out.
     """
 
-    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run: Any) -> None:
+    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
         self.rows: Rows = {name: [] for name in TABLES}

@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -25,23 +24,23 @@ AUDIT = AuditConfig(every=1, top=TOP)
 
 
 @cache
-def model() -> Any:
+def model():
     return tiny_qwen3()
 
 
-def complete(**options: Any) -> Any:
+def complete(**options):
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
     return sfi_core.generate(options.pop("model", model()), None, options.pop("rows", ROWS), **options)
 
 
 @cache
-def audited(policy: str = "sfi", every: int = 1) -> tuple[Any, RecordingObserver]:
+def audited(policy: str = "sfi", every: int = 1):
     observer = RecordingObserver()
     audit = AuditConfig(every=every, top=TOP)
     return complete(policy=policy, observers=[observer], audit=audit), observer
 
 
-def dense_attentions(row: int, step: int) -> tuple[Any, torch.Tensor]:
+def dense_attentions(row: int, step: int):
     """Attend with transformers' own eager attention, to the tokens that the full-kv run had cached."""
     result, _ = audited("full-kv")
     ids = ROWS[row] + result.report.requests[row].token_ids[:step]

@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import current_thread
-from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ ROWS = prompts(70, 9, 33)
 LOSSLESS = EngineOptions(lossless=True)
 
 
-def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, RecordingObserver]:
+def decode(model, rows, policy: str, **options):
     seen = RecordingObserver()
     options = {"config": CONFIG, "max_new_tokens": 24, "stop_token_ids": (), **options}
     result = generate(
@@ -48,13 +47,13 @@ def decode(model: Any, rows: Any, policy: str, **options: Any) -> tuple[Any, Rec
     return result.report, seen
 
 
-def both(monkeypatch: pytest.MonkeyPatch, *run: Any, **options: Any) -> list[Any]:
+def both(monkeypatch: pytest.MonkeyPatch, *run, **options) -> list:
     compiled = decode(*run, **options)
     monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not installed")
     return [compiled, decode(*run, **options)]
 
 
-def assert_same(compiled: Any, plain: Any) -> None:
+def assert_same(compiled, plain) -> None:
     (own, seen), (other, also) = compiled, plain
     for path in ("sparse_attention", "dense_attention"):
         assert own.paths.get(f"numba.{path}") == other.paths.get(f"torch.{path}")
@@ -119,7 +118,7 @@ def test_a_position_beyond_the_cache_is_refused():
         )  # fmt: skip
 
 
-def fresh(tmp_path: Any, script: str) -> str:
+def fresh(tmp_path, script: str) -> str:
     """Run in a new process, with compiled code in a folder of its own."""
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", script]
@@ -243,7 +242,7 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
     used: set[str] = set()
     attend = attention.attend
 
-    def noted(*arguments: Any) -> None:
+    def noted(*arguments) -> None:
         used.add(current_thread().name)
         attend(*arguments)
 
@@ -259,7 +258,7 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
 CHOOSING = SfiConfig(sink=2, recent=6, budget=9, window_prefill=8, trigger_policy="never")
 
 
-def decode_steps(model: Any, policy: str, rows: Any = ROWS, **options: Any) -> tuple[Any, Listener]:
+def decode_steps(model, policy: str, rows=ROWS, **options):
     seen = Listener()
     engine = EngineOptions(lossless=options.pop("lossless", False), graphs=options.pop("graphs", None))
     options = {"max_new_tokens": 24, "stop_token_ids": (), **options}
@@ -270,7 +269,7 @@ def decode_steps(model: Any, policy: str, rows: Any = ROWS, **options: Any) -> t
     return result.report, seen
 
 
-def assert_same_steps(label: str, policy: str, **options: Any) -> Any:
+def assert_same_steps(label: str, policy: str, **options):
     model = tiny(label)
     (ours, seen), (plain, also) = (
         decode_steps(model, policy, **options),
@@ -309,7 +308,7 @@ def test_a_ragged_batch(label: str, policy: str):
     [{"lossless": True}, {"page_size": 16}, {"max_batch": 2}, {"lossless": True, "max_batch": 2}],
     ids=["lossless", "pages", "joining", "joining lossless"],
 )
-def test_other_batches(policy: str, options: dict[str, Any]):
+def test_other_batches(policy: str, options: dict):
     assert_same_steps("llama", policy, **options)
 
 
@@ -323,7 +322,7 @@ def test_other_batches(policy: str, options: dict[str, Any]):
     ],
     ids=["sfi", "one after the other", "quest", "audited"],
 )
-def test_sliding_windows_of_one_request(policy: str, options: dict[str, Any]):
+def test_sliding_windows_of_one_request(policy: str, options: dict):
     assert_same_steps("gemma-3", policy, **{"rows": ROWS[:1], **options})
 
 
@@ -371,7 +370,7 @@ def test_audited_steps_run_module_by_module(policy: str):
     assert all(cosine_H.isfinite().all() for cosine_H in drift)
 
 
-def logits_of(model: Any, policy: str, **options: Any) -> torch.Tensor:
+def logits_of(model, policy: str, **options) -> torch.Tensor:
     steps: list[torch.Tensor] = []
     engine = EngineOptions(**options)
     ids = prompts(60)[0]

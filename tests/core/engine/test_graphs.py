@@ -3,7 +3,6 @@
 import re
 import time
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -36,13 +35,13 @@ CONFIG = SfiConfig(
 NEW = 12
 
 
-def tiny_llama() -> Any:
+def tiny_llama():
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
+def models() -> dict:
     return {"qwen3": tiny_qwen3(), "llama": tiny_llama(), "small": tiny_qwen3(layers=1)}
 
 
@@ -58,7 +57,7 @@ def complete(monkeypatch, models, recorder):
     """Run with or without graphs; return all that the run said."""
     use_tensors(monkeypatch)
 
-    def run(graphs: bool | None, name: str = "qwen3", **options: Any) -> tuple[Any, ...]:
+    def run(graphs: bool | None, name: str = "qwen3", **options) -> tuple:
         observer = Listener()
         options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options}
         result = sfi_core.generate(
@@ -73,7 +72,7 @@ def complete(monkeypatch, models, recorder):
     return run
 
 
-def told(observer: Listener) -> tuple[Any, ...]:
+def told(observer: Listener) -> tuple:
     """Return what the observer heard, without the padding of positions, diagnostics and times."""
     chosen = {(e.step, e.layer, e.request): positions(e.index_HK) for e in observer.selections}
     steps = [
@@ -83,7 +82,7 @@ def told(observer: Listener) -> tuple[Any, ...]:
     return steps, [(e.step, e.slow, e.fast) for e in observer.begun], chosen
 
 
-def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
+def same(graphed: tuple, eager: tuple) -> None:
     (report, heard), (wanted, expected) = graphed, eager
     assert [r.token_ids for r in report.requests] == [r.token_ids for r in wanted.requests]
     assert told(heard) == told(expected)
@@ -151,7 +150,7 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     prompt learns its first basis; the first one learns its own again before the fourth."""
     learned = []
 
-    def learn(*args: Any) -> None:
+    def learn(*args) -> None:
         with recorder.refusing(Tape(host=True)) as tape:
             prepare(*args)
         learned.append((args[0].index, recorder.plays, bool(tape.played)))

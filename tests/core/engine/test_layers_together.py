@@ -1,7 +1,5 @@
 """Layers that select together choose what each would alone; what replayed steps share."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -27,19 +25,19 @@ from tests.fakes import Listener, RecordingObserver, use_references
 CONFIG = OTHER.replace(span=2)
 
 
-def chosen(seen: RecordingObserver) -> dict[tuple[int, int, int], tuple[Any, Any]]:
+def chosen(seen: RecordingObserver):
     """Return the positions and diagnostics of each selection, by step, layer and request."""
     found = {(e.step, e.layer, e.request): (e.index_HK.tolist(), e.diagnostics) for e in seen.selections}
     assert len(found) == len(seen.selections)
     return found
 
 
-def steps(seen: RecordingObserver) -> list[tuple[Any, ...]]:
+def steps(seen: RecordingObserver):
     return [(e.step, e.request, e.token_id, e.attended_tokens) for e in seen.steps]
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_qwen3(layers=LAYERS)
 
 
@@ -47,7 +45,7 @@ def model() -> Any:
 def complete(model, monkeypatch):
     """Decode; return what an observer was told, the paths, and the layers of each joined selection."""
 
-    def run(enough: int = maintenance.ENOUGH, observer: RecordingObserver | None = None, **options: Any):
+    def run(enough: int = maintenance.ENOUGH, observer: RecordingObserver | None = None, **options):
         together: list[int] = []
         every = select.refresh_handed
         monkeypatch.setattr(maintenance, "ENOUGH", enough)
@@ -111,7 +109,7 @@ def test_both_schedules_of_the_triton_backend_choose_alike(model, monkeypatch):
     """Each layer by itself, as beside the next layers, or all together at the step's end."""
     use_references(monkeypatch)
 
-    def told(*, overlap: bool, enough: int) -> tuple[Any, Any]:
+    def told(*, overlap: bool, enough: int) -> tuple:
         monkeypatch.setattr(maintenance, "TOGETHER", enough)
         seen, engine = Listener(), EngineOptions(backend="triton", overlap=overlap)
         sfi_core.generate(

@@ -1,7 +1,6 @@
 """Algorithm 1 on a model whose tokens are written down, and what observers are told of a run."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -96,7 +95,7 @@ CONFIG = SfiConfig(
 )  # fmt: skip
 
 
-def record(model: Any, rows: list[list[int]] = ROWS, **options: Any) -> RecordingObserver:
+def record(model, rows: list[list[int]] = ROWS, **options) -> RecordingObserver:
     observer = RecordingObserver()
     options = {"max_new_tokens": 6, "stop_token_ids": (), **options}
     sfi_core.generate(model, None, rows, CONFIG, observers=[observer], **options)
@@ -166,7 +165,7 @@ def test_a_pass_and_its_phases_are_bracketed(tiny_model):
 def test_a_pass_that_breaks_off_ends_its_span(tiny_model):
     observer = RecordingObserver()
 
-    def break_off(*_: Any) -> None:
+    def break_off(*_) -> None:
         if len(observer.begun) == 3:
             raise KeyboardInterrupt
 
@@ -179,12 +178,12 @@ def test_a_pass_that_breaks_off_ends_its_span(tiny_model):
     assert observer.open == 0
 
 
-def description(model: Any) -> dict[str, Any]:
+def description(model) -> dict:
     with slow_fast(model, None, CONFIG) as session:
         return describe_model(model, session.shapes())
 
 
-def weight_bytes(model: Any) -> int:
+def weight_bytes(model) -> int:
     return sum(p.numel() * p.itemsize for p in model.parameters())
 
 

@@ -5,7 +5,6 @@ import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -45,14 +44,14 @@ WAITS = (aten._local_scalar_dense.default, aten.nonzero.default)  # noqa: SLF001
 class Watchful(TorchDispatchMode):
     """Refuses what waits, in the words of PyTorch's synchronization check."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in WAITS:
             raise RuntimeError("called a synchronizing CUDA operation")
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def modes(monkeypatch) -> list[Any]:
+def modes(monkeypatch) -> list:
     found = [0]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: found[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.append)
@@ -64,7 +63,7 @@ class Looks(torch.nn.Module):
         super().__init__()
         self.look = look
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor):
         return self.look(x + 1)
 
 
@@ -93,7 +92,7 @@ def captures(monkeypatch, modes) -> list[bool]:
     found: list[bool] = []
 
     @contextmanager
-    def capture(*_: Any, **__: Any):
+    def capture(*_, **__):
         yield
         found.append(gc.isenabled())
 
@@ -199,7 +198,7 @@ class Deaf(RecordingObserver):
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_qwen3()
 
 
@@ -213,7 +212,7 @@ def recorder(monkeypatch) -> FakeRecorder:
 
 @pytest.fixture
 def complete(model, recorder):
-    def run(graphs: bool | None, *observers: Any, **options: Any) -> RunReport:
+    def run(graphs: bool | None, *observers, **options) -> RunReport:
         options = {"max_new_tokens": 8, "prompts": PROMPTS, "config": CONFIG, **options}
         prompts, config = options.pop("prompts"), options.pop("config")
         return sfi_core.generate(
@@ -243,11 +242,11 @@ def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
 @pytest.mark.parametrize("graphs", [True, False])
 def test_selections_that_nobody_hears_make_no_events(complete, monkeypatch, graphs):
 
-    def told(*observers: Any) -> list[Any]:
+    def told(*observers) -> list:
         requests = complete(graphs, *observers).requests
         return [(r.token_ids, r.mean_attended_tokens) for r in requests]
 
-    def refuse(self: SelectionEvent, **_: Any) -> None:
+    def refuse(self: SelectionEvent, **_) -> None:
         raise LookupError("an event for nobody")
 
     expected = told(Listener())
@@ -261,7 +260,7 @@ def test_spans_that_nobody_hears_keep_no_step_from_being_replayed(complete):
     assert complete(True, Deaf(), max_new_tokens=4).paths["graph.replay"] > 0
 
 
-def bench_row(model: Any, asked: DecodeSettings) -> BenchRow:
+def bench_row(model, asked: DecodeSettings) -> BenchRow:
     (point,), (variant,), (batch,) = asked.points(), variants(asked), asked.batches
     prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
     bytes_ = ByteModel(weight_bytes=1000, batch=batch, row_bytes=8, heads=2, layers=1)

@@ -1,7 +1,6 @@
 """The contract with transformers, over the architectures of `tests/architectures.py`."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -176,7 +175,7 @@ def test_page_lists_the_architectures():
 
 EVEN = {"heads": "even", "stride": 3}
 PAGES = {"page": 4, "tau": 0.3, "first_layer_dense": False}
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+WAYS = {
     "freekv": ("freekv", {"freekv": PAGES}),
     "codescan": ("codescan", {}),
     "synckv": ("synckv", {"synckv": EVEN}),
@@ -185,7 +184,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 CASES = each_value(HANDFUL, WAYS)
 
 
-def run(label: str, way: str, rows: list[list[int]], config: Any = SMALL, **options: Any) -> Any:
+def run(label: str, way: str, rows: list[list[int]], config=SMALL, **options):
     """Run our own loop on the torch backend; return the report's requests."""
     policy, change = WAYS[way]
     return generate(

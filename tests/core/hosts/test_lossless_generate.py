@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +25,12 @@ ROWS = prompts(37, 9, 24)
 LOSSLESS = sfi_core.EngineOptions(lossless=True)
 
 
-def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
+def complete(model, rows=ROWS, **options):
     return model.generate(**padded(rows), **{"max_new_tokens": STEPS, **options})
 
 
 @contextmanager
-def drafting(model: Any, config: SfiConfig = SMALL) -> Iterator[Session]:
+def drafting(model, config: SfiConfig = SMALL) -> Iterator[Session]:
     """A lossless session whose run has kept drafts and rejected some."""
     with slow_fast(model, None, config, engine=LOSSLESS) as session:
         yield session
@@ -72,7 +71,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_processors_see_each_position_with_its_own_row(options: dict[str, Any]):
+def test_processors_see_each_position_with_its_own_row(options: dict):
     """Rows of different lengths; a processor knows its row, or counts tokens."""
     model = tiny("qwen3")
     options = {**options, "eos_token_id": list(range(5, VOCABULARY, 30)), "pad_token_id": 0}
@@ -151,7 +150,7 @@ def test_a_streamer_gets_one_token_a_call_and_the_end():
 
 
 class Stop(StoppingCriteria):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores, **options) -> torch.Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 

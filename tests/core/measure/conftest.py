@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_tokenizer: Any) -> tuple[Any, Any]:
+def loaded(tiny_tokenizer) -> tuple:
     torch.manual_seed(1)
     config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
     return Qwen3ForCausalLM(config).eval(), tiny_tokenizer

@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -93,7 +92,7 @@ def test_a_layer_is_copied_saved_and_run_in_threads():
 
 
 @pytest.fixture
-def write(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
+def write(tmp_path: Path, tiny_tokenizer) -> Callable[..., Path]:
     """Return what writes a tiny model of an architecture as a GGUF file with blocks."""
 
     def written(architecture: str, kind: str = "Q8_0", *, tied: bool = True) -> Path:
@@ -131,7 +130,7 @@ def write(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
     return written
 
 
-def answer(model: Any, tokenizer: Any) -> list[int]:
+def answer(model, tokenizer) -> list[int]:
     config = SfiConfig(budget=8, recent=8, sink=2)
     result = generate(model, tokenizer, [TEXT], config, max_new_tokens=12, stop_token_ids=())
     return result.report.requests[0].token_ids
@@ -175,12 +174,12 @@ def test_a_file_s_blocks_give_the_tokens_of_its_floats(
     ],
 )
 def test_what_transformers_changes_is_loaded_as_floats(
-    spoil: Callable[[Any], Any], reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    spoil, reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):
     from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415
 
     class Processor(loader.TensorProcessor):
-        def process(self, weights: Any, name: str, **_: Any) -> Any:
+        def process(self, weights, name: str, **_):
             return loader.GGUFTensor(spoil(weights) if ".attn_output." in name else weights, name, {})
 
     monkeypatch.setitem(loader.TENSOR_PROCESSORS, "qwen2", Processor)
@@ -209,7 +208,7 @@ def test_other_files_dtypes_and_machines_load_floats(
 
 
 def test_a_loop_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]):
-    def broken(*_: Any) -> None:
+    def broken(*_) -> None:
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr("sfi_kernels.loops.products.linear", broken)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -98,7 +97,7 @@ for _ in range(3):
 
 
 def test_a_model_that_sfi_or_transformers_loaded_has_its_folder_s_digest():
-    theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
     assert model_digest(load(device="cpu")[0]) == model_digest(theirs) == checkpoint_digest(BUNDLED)
 
 

@@ -5,7 +5,6 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -30,15 +29,15 @@ class Compared(Exception):  # noqa: N818 - it carries what ranks compare, and is
 
 
 class FakeRanks(Ranks):
-    def agreed(self) -> Any:
+    def agreed(self):
         return nullcontext()
 
-    def check_same(self, facts: dict[str, Any]) -> None:
+    def check_same(self, facts: dict) -> None:
         raise Compared(facts)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny_qwen3(len(tiny_tokenizer)).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -67,7 +66,7 @@ def hub_id(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _offlin
     return "owner/name"
 
 
-def refusal(error: type[SfiError], source: str, **options: Any) -> str:
+def refusal(error: type[SfiError], source: str, **options) -> str:
     with pytest.raises(error) as caught:
         load(source, **options)
     assert type(caught.value) is error
@@ -77,12 +76,12 @@ def refusal(error: type[SfiError], source: str, **options: Any) -> str:
     return message
 
 
-def edit(folder: Path, **changes: Any) -> None:
+def edit(folder: Path, **changes) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_folder_loads_in_evaluation_mode(saved: Path, tiny_tokenizer: Any):
+def test_a_folder_loads_in_evaluation_mode(saved: Path, tiny_tokenizer):
     model, tokenizer = load(str(saved), device="cpu")
     assert not model.training
     assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
@@ -120,7 +119,7 @@ def test_weights_have_the_dtype_asked_for(saved: Path, name: str):
     assert load(str(saved), dtype=name, device="cpu")[0].dtype == getattr(torch, full)
 
 
-def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer: Any):
+def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer):
     tiny_qwen3(len(tiny_tokenizer)).bfloat16().save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     assert load(str(tmp_path), device="cpu")[0].dtype == torch.bfloat16
@@ -256,7 +255,7 @@ def test_half_a_character_is_no_prompt(saved: Path):
         (ViTConfig(), " (vit) is no causal language model"),
     ],
 )
-def test_a_model_of_something_else_is_unsupported(folder: Path, config: Any, told: str):
+def test_a_model_of_something_else_is_unsupported(folder: Path, config, told: str):
     config.save_pretrained(folder)
     assert refusal(UnsupportedModelError, str(folder)) == f"{folder}{told}"
 

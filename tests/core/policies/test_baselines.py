@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def make(policy: str, config: SfiConfig = CONFIG, layers: tuple[int, ...] = (0, 
     return POLICIES[policy](config, Trigger(frozenset(), config), layers)
 
 
-def shown(logits: torch.Tensor, **fields: Any) -> LayerContext:
+def shown(logits: torch.Tensor, **fields) -> LayerContext:
     """Return what a layer of one request shows a policy at a step whose cache holds T tokens."""
     T = logits.shape[-1]
     state = fields.pop("state", None) or RequestState(
@@ -64,7 +63,7 @@ def test_snapkv_keeps_the_pooled_attention_of_the_window():
         assert got[head] == best_of(score, prefix, BUDGET)
 
 
-def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model: Any):
+def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model):
     observer = RecordingObserver()
     config = CONFIG.replace(trigger_policy="always")  # not asked
     sfi_core.generate(
@@ -107,7 +106,7 @@ def test_quest_takes_the_pages_with_the_highest_scores(length: int, kind: str):
 def test_quest_looks_at_a_full_page_once():
     """Page bounds are kept; a step reads the keys of what is new."""
     config, asked = CONFIG.replace(baseline={"page": 8}), []
-    note: dict[str, Any] = {}
+    note = {}
     for length in (30, 31, 32, 33):
         key = torch.randn(1, H, length, D)
 
@@ -122,7 +121,7 @@ def test_quest_looks_at_a_full_page_once():
     assert asked == [(0, 24), (24, 30), (24, 31), (24, 32), (32, 33)]
 
 
-def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> Any:
+def run(model, policy: str, config: SfiConfig = CONFIG, **options):
     return sfi_core.generate(
         model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12, stop_token_ids=(), **options
     ).report
@@ -167,7 +166,7 @@ def test_prior_only_ranks_by_key_norm_and_position():
         assert got[head] == best_of(score, range(first, last + 1), BUDGET)
 
 
-def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
+def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model):
     """A page bound is two vectors, as a token's key and value; the oracle reads every key."""
     for policy, share in (("quest", 1 / 16), ("oracle-top-k", 1 / 2), ("sfi", 0)):
         request = run(tiny_model, policy).requests[0]
@@ -178,7 +177,7 @@ def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
         assert half.cache_read_ratio == half.read_ratio + half.selection_ratio
 
 
-def test_a_method_that_evicts_stores_what_it_reads(tiny_model: Any):
+def test_a_method_that_evicts_stores_what_it_reads(tiny_model):
     for policy in ("snapkv", "streaming-llm"):
         request = run(tiny_model, policy).requests[0]
         assert request.stored_ratio == request.read_ratio < 0.5

@@ -1,7 +1,6 @@
 """CodeScan's rules, each from a run's own keys, values and queries."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
     return logits_GT * scale
 
 
-def fast_steps(relearn: int = 128) -> Any:
+def fast_steps(relearn: int = 128):
     """Every fast step of every request and layer, with the last basis before it, if there is any."""
     for (request, _), seen in run(relearn)[0].seen.items():
         bases = bases_of(seen, relearn)

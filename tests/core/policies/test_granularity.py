@@ -1,7 +1,6 @@
 """`sfi` that selects whole pages: the rule by hand, and what holds for tokens holds for pages."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ CONFIG = SfiConfig(
 
 
 @cache
-def complete(**changes: Any) -> tuple[Any, RecordingObserver]:
+def complete(**changes):
     observer = RecordingObserver()
     result = sfi_core.generate(
         tiny_qwen3(), None, PROMPTS, CONFIG.replace(**changes), max_new_tokens=NEW,

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -105,7 +104,7 @@ def clusters(digest: str = "", layers: int = 2, heads: int = 2) -> HeadClusters:
     return HeadClusters(digest=digest, layers=dict.fromkeys(range(layers), layer))
 
 
-def use(path: Path, model: Any) -> Any:
+def use(path: Path, model):
     config = IDS.replace(synckv={"heads": str(path)})
     with slow_fast(model, None, config, policy="synckv") as session:
         return session.policy

@@ -3,7 +3,6 @@
 import weakref
 from collections import Counter
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ def test_there_is_a_graph_for_each_power_of_two_of_slow_requests():
     assert step_sizes(8, selects=False) == [0]
 
 
-def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
+def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model):
     """4 query heads over 2 KV heads, a vocabulary of 96, in float32; a batch of 3 has graphs 0, 1, 2, 3."""
     sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 1000, "prefill_chunk": 8}
     options = {"refreshed_together": 3, "evidence_buffers": RING_PLACES}
@@ -69,7 +68,7 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
     assert whole.workspace_bytes == none.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 24) * 4000
 
 
-def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model: Any):
+def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model):
     one = forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
     assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
@@ -141,9 +140,7 @@ def test_what_the_allocator_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("empties", [True, False])
-def test_a_second_run_of_a_process_is_planned_as_the_first(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, empties: bool
-):
+def test_a_second_run_of_a_process_is_planned_as_the_first(monkeypatch: pytest.MonkeyPatch, tiny_model, empties: bool):
     """Of four prompts three fit; the first run's memory is free again, whether or not it was given back."""
     prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
     with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
@@ -152,7 +149,7 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
     monkeypatch.setattr(batch_plan, "free_bytes", lambda _: free(CUDA))
     monkeypatch.setattr(batch_plan, "give_back", lambda _: memory.give_back(CUDA) if empties else None)
 
-    def planned(made: Any) -> None:
+    def planned(made) -> None:
         plans.append(made)
         allocator.take(made.forecast.needed_bytes)
 
@@ -165,7 +162,7 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
     assert allocator.emptied == (2 if empties else 0)
 
 
-def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model: Any):
+def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model):
     monkeypatch.setattr("sfi_core.sizes.memory.free_bytes", lambda _: 1000)
     sizes = {"batch": 1, "prompt_tokens": 3, "capacity": 9}
     for graphs, words in ((True, "0.05 GB CUDA graphs"), (False, "GB workspace)")):
@@ -191,7 +188,7 @@ class Live(TorchDispatchMode):
         self.users: Counter[int] = Counter()
         self.now = self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         known = {one.data_ptr() for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
         for one in tree_leaves(out):
@@ -220,7 +217,7 @@ class Compares(NullObserver):
         """Take note."""
 
 
-def run(observers: list[Observer], sampling: Sampling | None) -> tuple[int, Any]:
+def run(observers: list[Observer], sampling: Sampling | None):
     model = tiny_qwen3(VOCABULARY)
     torch.manual_seed(1)
     rows = torch.randint(VOCABULARY, (3, PROMPT)).tolist()
@@ -265,7 +262,7 @@ def test_the_bytes_of_a_verification_equal_hand_arithmetic():
     assert held == 3 * 4 * 2 * 5 * 10**6
 
 
-def test_sliding_windows_are_held_twice(tiny_model: Any):
+def test_sliding_windows_are_held_twice(tiny_model):
     sliding = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
     full = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
     drafting = Drafting(tested=5, together=10, compares=True, explicit=True)

@@ -1,7 +1,6 @@
 """Bytes of a step, and of a two-tier cache, head by head and token by token."""
 
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ NARROW = LayerShape(heads=2, key_width=4, value_width=4, itemsize=2)
 SLIDING = LayerShape(heads=4, key_width=8, value_width=6, itemsize=2, window=5)
 LAYERS = (WIDE, SLIDING, NARROW)
 CONFIG = SfiConfig(sink=3, budget=10, recent=7)
-SIZES: dict[str, Any] = {"batch": 2, "capacity": 101, "page": 8, "longest_recent": 20}
+SIZES = {"batch": 2, "capacity": 101, "page": 8, "longest_recent": 20}
 
 
 class Summing(Companion, Policy):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -22,12 +21,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 class Packing:
     """The same selections packed by a two-tier store and by a cache that has everything."""
 
-    def __init__(self, side: Any, *count: int) -> None:
+    def __init__(self, side, *count: int) -> None:
         self.written, self.cache = Written(side), KVCache(B, CAPACITY)
         self.written.append(*count, into=[self.cache])
         self.segments = [PackedSegment(B, 9, s.pages(0)) for s in (self.written.store, self.cache)]
 
-    def pack(self, rows: Sequence[int], sink: Sequence[int], index: Any, heads: Any = None) -> torch.Tensor:
+    def pack(self, rows: Sequence[int], sink: Sequence[int], index, heads=None) -> torch.Tensor:
         """Pack by both; return how many rows the two-tier store brought."""
         index_RHK = torch.tensor(index, dtype=torch.int32)
         heads_RH = None if heads is None else torch.tensor(heads)

@@ -1,7 +1,5 @@
 """Eq. 5, T_max and the rules around them; T_trig for every family of tokenizers (Sec. 3.1)."""
 
-from typing import Any
-
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -100,7 +98,7 @@ def test_the_first_steps_are_slow_under_every_policy_if_asked(trigger_policy: st
     assert slow_steps(text(8), **settings) == {1: "first", 2: "first"}
 
 
-def drawn(settings: dict[str, Any], **fields: Any) -> str:
+def drawn(settings: dict, **fields) -> str:
     config = PAPER.replace(trigger_policy="random", **settings)
     state = RequestState(**{"step": 9, "steps_since_slow": 9, "prompt_tokens": 50, "tokens": [1], **fields})
     return Trigger(frozenset(), config).reason(state)
@@ -114,7 +112,7 @@ def test_gap_and_t_max_hold_for_chance():
 
 
 def test_chance_follows_rate_and_seed():
-    def steps(**settings: Any) -> list[int]:
+    def steps(**settings) -> list[int]:
         return [i for i in range(500) if drawn(settings, step=i)]
 
     assert len(steps(random_rate=0.25)) == pytest.approx(125, abs=40)

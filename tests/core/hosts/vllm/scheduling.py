@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sfi_core.hosts.vllm.planner import Entry, Planner, Scheduled, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
@@ -59,7 +58,7 @@ class FakeScheduler:
         self.lost: list[str] = []
         self.blocks = 1
 
-    def add(self, name: str, prompt: int, script: Sequence[int], /, **settings: Any) -> None:
+    def add(self, name: str, prompt: int, script: Sequence[int], /, **settings) -> None:
         self.live[name] = Fake(name, prompt, script)
         own = {f"sfi.{key}": value for key, value in settings.items()}
         self.planner.see(self.live[name], RequestSettings.of(own, self.config, lambda _: None))

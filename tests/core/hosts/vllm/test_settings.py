@@ -2,7 +2,6 @@
 
 import logging
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ from sfi_core.hosts.vllm.settings import RequestSettings, Settings, check_host
 from sfi_core.settings.config import SfiConfig
 
 
-def vllm(**changes: Any) -> SimpleNamespace:
+def vllm(**changes) -> SimpleNamespace:
     """Make vLLM's settings, which fit but for the changes; a name is that of one of their parts."""
     names = ("decode_context", "prefill_context", "tensor", "pipeline")
     parallel = dict.fromkeys((f"{name}_parallel_size" for name in names), 1)
@@ -124,7 +123,7 @@ def test_wrong_settings_make_a_request_dense_and_are_told(extra, part):
     assert part in settings.error
 
 
-NESTED: list[Any] = []
+NESTED = []
 for _ in range(5000):
     NESTED = [NESTED]
 

@@ -1,7 +1,6 @@
 """Inside vLLM, in plain numbers: what slots take, which row is which entry, and vLLM's part of a batch."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
 
 
 def check(policy: Policy, limit: int | None) -> None:
-    sizes: dict[str, Any] = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
+    sizes = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
     check_slots(policy, SHAPE, backend="torch", limit=limit, **sizes)
 
 
@@ -121,7 +120,7 @@ def test_last_blocks() -> None:
 
 
 class Common(SimpleNamespace):
-    def replace(self, **changes: Any) -> "Common":
+    def replace(self, **changes) -> "Common":
         return Common(**vars(self) | changes)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ class Request:
     length: int = 0
     step: int = -1
 
-    def entry(self, one: RequestPass, **options: Any) -> Entry:
+    def entry(self, one: RequestPass, **options) -> Entry:
         start, self.length = self.length, self.length + one.count
         generates = one.generates
         self.step += generates
