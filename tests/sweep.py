@@ -21,11 +21,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from sfi_core import EngineOptions, SfiConfig, generate, slow_fast
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.generation.generate import generate
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import RESULTS, padded, prompts
 from tests.tiny_models import build
 

@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train_bundled import build_tokenizer
 from sfi_cli import app
-from sfi_core import Sampling, SfiConfig, generate, load, slow_fast
+from sfi_core import EngineOptions, Sampling, SfiConfig, generate, load, slow_fast
 from sfi_core.distributed.ranks import ALONE, Ranks, ranks_of
 from sfi_core.engine.run import Run
 from sfi_core.errors import SfiError
 from sfi_core.generation.sampling import Sampler
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, padded, prompts
 from tests.fakes import RecordingObserver
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from sfi_core import SfiConfig, slow_fast
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
 from tests.core.conftest import TINY
 from tests.fakes import RecordingObserver
 

@@ -12,11 +12,10 @@ from transformers import CONFIG_MAPPING
 
 from sfi_cli.app import main
 from sfi_cli.commands.generate.views import report_lines
-from sfi_core import generate
+from sfi_core import SfiConfig, generate
 from sfi_core.engine.report_text import fused_lines
 from sfi_core.errors import ConfigError
 from sfi_core.models.load import BUNDLED, load, load_tokenizer
-from sfi_core.settings.config import SfiConfig
 from tests.cli.test_generate_prompts import batch_file
 from tests.cli.trace_commands import sfi as inside
 from tests.small_example import PROMPT, small_example

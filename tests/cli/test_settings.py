@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 from sfi_cli import app as cli
 from sfi_cli.__main__ import main
 from sfi_cli.settings import COMMANDS, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
+from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig
 from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.measure.doctor import checks
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 from tests.cli.trace_commands import sfi
 
 

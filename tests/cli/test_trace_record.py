@@ -15,8 +15,7 @@ from sfi_cli.app import main
 from sfi_cli.commands.trace import record
 from sfi_core.errors import BackendError
 from sfi_core.models.load import BUNDLED
-from sfi_traces import report
-from sfi_traces.model.trace import Trace
+from sfi_traces import Trace, report
 from sfi_traces.record import writer
 from tests.cli.trace_commands import sfi as inside
 

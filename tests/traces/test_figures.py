@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import BackendError, TraceError
+from sfi_traces import Trace
 from sfi_traces import figures as style
 from sfi_traces.figures import KINDS, check_matplotlib, save
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
 from sfi_traces.views.figure_data import REST, HeadMap, lag_lines, lambda_over_time, retained_mass, step_phases
 from tests.traces.made import TOP, WORDS, make_trace
 from tests.traces.small import rewrite

@@ -10,16 +10,13 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import AuditConfig, SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.policies import POLICIES, Triggered
-from sfi_core.settings.engine import AuditConfig
 from sfi_core.settings.policy_names import TRIGGERED
-from sfi_traces import health
+from sfi_traces import ParquetObserver, Trace, health
 from sfi_traces.health import RULES, Watch, judge, line
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.made import CONFIG
 from tests.traces.small import spoil, write_trace
 from tests.traces.test_recorded import bundled

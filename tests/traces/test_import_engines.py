@@ -9,13 +9,11 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import AuditConfig, SfiConfig
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.engine import AuditConfig
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.importing import arrays, import_trace
 from sfi_traces.model.check import check
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from tests.architectures import prompts, tiny

@@ -12,18 +12,15 @@ import sfi_core
 from sfi_cli.commands.trace.diff import diff_text
 from sfi_cli.commands.trace.show_views import full_text, show_text
 from sfi_cli.terminal.tables import rendered
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.errors import TraceError
 from sfi_core.observers.events import VerificationEvent
-from sfi_core.observers.observer import NullObserver
 from sfi_core.policies import POLICIES
-from sfi_core.settings.engine import EngineOptions
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.check import check
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.report import render
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare

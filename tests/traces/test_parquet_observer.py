@@ -22,9 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
-from sfi_traces.model.trace import Trace
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.record import writer
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.rows import TokenText
 from sfi_traces.replay import RecordedVocabulary
 from sfi_traces.schema import TABLES

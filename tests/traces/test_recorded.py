@@ -12,17 +12,14 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import AuditConfig, EngineOptions, SfiConfig, load
 from sfi_core.bundled.example import load_example
 from sfi_core.hosts.transformers.cache import CACHE_NAME
-from sfi_core.models.load import load
-from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_kernels.constants import EPS
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text
 from sfi_traces.model.check import check
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from tests.architectures import SMALL, tiny
 from tests.core.conftest import tiny_qwen3
 from tests.traces.small import section

@@ -7,14 +7,11 @@ import pytest
 from pyarrow import parquet
 
 import sfi_core
+from sfi_core import AuditConfig, SfiConfig, load
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
-from sfi_core.models.load import load
 from sfi_core.policies.built_in.codescan import choosing_tokens
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, compare, pareto, replay, replay_request, schedule
 from sfi_traces.replay.replay import top
 from tests.small_example import small_example

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions
+from sfi_core import AuditConfig, EngineOptions, SfiConfig
 from sfi_core.sizes.step import ByteModel
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.schema import TABLES
 from sfi_traces.summary import summarize
 from tests.core.conftest import tiny_qwen3

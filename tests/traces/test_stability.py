@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 
 from sfi_core.errors import TraceError
+from sfi_traces import Trace
 from sfi_traces import overlap as overlaps
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
 from sfi_traces.overlap import Overlap
 from sfi_traces.results import paired_difference, wilson
 from sfi_traces.summary.supports import selection_facts

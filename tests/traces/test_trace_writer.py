@@ -11,11 +11,10 @@ from sfi_core.distributed.ranks import Ranks
 from sfi_core.errors import RankLostError
 from sfi_core.machine import files
 from sfi_core.observers.events import BeginStepEvent, SelectionEvent
-from sfi_traces.model.trace import Trace
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.record import parquet
 from sfi_traces.record import writer as trace_writer
 from sfi_traces.record.folder import PartFiles, describe_run
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.writer import TraceWriter, next_parts
 from tests.traces.small import rows

@@ -10,14 +10,11 @@ import sfi_core
 from sfi_cli.commands.tune import tune_text
 from sfi_cli.settings import SEARCHED
 from sfi_cli.terminal.tables import rendered
+from sfi_core import AuditConfig, SfiConfig, load
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import ConfigError, SfiError, TraceError
-from sfi_core.models.load import load
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.figures import new_figure
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Comparison, Setting, Supports, replay
 from sfi_traces.tune import tuning as searched
 from sfi_traces.tune.confirm import Confirmer, Material, check_model

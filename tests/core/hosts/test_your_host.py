@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from sfi_core.settings.config import SfiConfig
-from sfi_traces import ParquetObserver
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.model.check import check
-from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_host.md"

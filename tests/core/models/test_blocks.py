@@ -17,12 +17,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from sfi_core import SfiConfig, generate
+from sfi_core import SfiConfig, generate, load
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.models.blocks import BYTES, LARGE, Blocks
 from sfi_core.models.describe import ModelWeights
 from sfi_core.models.linear import BlockEmbedding, BlockLinear
-from sfi_core.models.load import load
 from sfi_kernels.tables import BLOCK
 from tests.core.conftest import TINY
 
