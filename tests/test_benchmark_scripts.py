@@ -265,9 +265,7 @@ CUDA, CPU = "2.14.1, 2.13.0", "2.14.1, 2.13.0+cpu"
         ("Linux", CUDA, CPU, {"DRIVER": "yes"}, "torch>=2.8"),
     ],
 )
-def test_without_a_driver_a_cpu_build_is_taken_where_an_index_has_one(
-    tmp_path: Path, system: str, pip: str, pytorch: str, options: dict[str, str], wanted: str
-):
+def test_without_a_driver_a_cpu_build_is_taken_where_an_index_has_one(tmp_path, system, pip, pytorch, options, wanted):
     folder = tmp_path / "venv" / "bin"
     folder.mkdir(parents=True)
     for name, text in {

@@ -193,9 +193,7 @@ def test_an_empty_range_reads_nothing(position: int):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("table", [[0, 1, 2, 3, 4], [4, 1, 2, 0, 3]])
 @pytest.mark.parametrize(("page_size", "length"), [(8, 37), (8, 16), (8, 0), (40, 40), (40, 17)])
-def test_chunks_hold_every_position_once(
-    page_size: int, length: int, table: list[int], transposed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_chunks_hold_every_position_once(page_size, length, table, transposed, dtype, monkeypatch):
     """Page by page, and a large page in parts."""
     monkeypatch.setattr(paging, "WIDE", 16 * HEADS * WIDTH)
     pages = torch.randn(5, HEADS, page_size, WIDTH).to(dtype)

@@ -106,9 +106,7 @@ def test_a_learned_sink_takes_its_weight_once(W: int):
 
 
 @pytest.mark.parametrize(("T", "dtype"), each_value([1, 100, 101, 263], [torch.float32, torch.bfloat16]))
-def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(
-    T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(T, dtype, monkeypatch):
     monkeypatch.setattr(pages, "WIDE", 100 * H * D)
     history = History(64, W=1, lengths=[T], dtype=dtype)
     query, key = history.query.float(), history.keys[0].float()

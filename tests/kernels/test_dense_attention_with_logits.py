@@ -24,9 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     ("backend", "page_size", "W", "options", "dtype"),
     covering(["numba", "torch"], [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
 )
-def test_queries_attend_causally_and_the_last_hands_out_its_logits(
-    backend: str, page_size: int, W: int, options: dict, dtype: torch.dtype
-):
+def test_queries_attend_causally_and_the_last_hands_out_its_logits(backend, page_size, W, options, dtype):
     if backend == "numba":
         pytest.importorskip("numba")
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)

@@ -127,9 +127,7 @@ def test_a_broken_key_is_not_hidden(path: str):
 
 
 @pytest.mark.parametrize(("block_elements", "per_query"), [(1, True), (2 * B * H * 2 * 65, False), (1 << 24, True)])
-def test_the_queries_of_a_block_do_not_change_the_result(
-    monkeypatch: pytest.MonkeyPatch, block_elements: int, per_query: bool
-):
+def test_the_queries_of_a_block_do_not_change_the_result(monkeypatch, block_elements, per_query):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
     segment = inputs(65, W=7)
     visible = torch.rand(B, 1, 1, 7 if per_query else 1, 65) < 0.7
@@ -223,9 +221,7 @@ class Streamed:
     ("sizes", "W", "options", "E", "dtype"),
     covering(BLOCKS, [1, 9, 12], OPTIONS, [D, 24], [torch.float32, torch.float16]),
 )
-def test_queries_attend_causally_across_the_borders_of_blocks(
-    sizes: list[int], W: int, options: dict, E: int, dtype: torch.dtype
-):
+def test_queries_attend_causally_across_the_borders_of_blocks(sizes, W, options, E, dtype):
     """The logits are those over pages, and later keys have none (Eq. 4)."""
     made, cap = Streamed(sizes, W, E, dtype), options.get("soft_cap")
     out = streamed_attention(made.query, iter(made.blocks), made.length, scale=SCALE, **options)

@@ -67,9 +67,7 @@ def test_positions_of_a_pass_get_the_tokens_of_steps(sampling: Sampling, ids: to
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_the_batch_and_its_pieces_change_no_token(
-    sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_batch_and_its_pieces_change_no_token(sampling, ids, logits_SBV, monkeypatch):
     expected = stepped(sampling, ids, logits_SBV)
     for row in range(B):
         alone = Sampler(sampling, ids[row : row + 1], seed=4, first=row)

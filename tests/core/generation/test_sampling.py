@@ -152,9 +152,7 @@ def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tens
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_forbidden_tokens_are_never_drawn_and_logits_without_any_other_are_broken(
-    ids: torch.Tensor, temperature: float
-):
+def test_forbidden_tokens_are_never_drawn_and_logits_without_any_other_are_broken(ids, temperature):
     """Some models give -inf to tokens that they never say."""
     logits = torch.full((B, V), -torch.inf)
     logits[:, 11] = 0.0

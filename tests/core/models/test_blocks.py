@@ -139,9 +139,7 @@ def answer(model, tokenizer) -> list[int]:
     ("architecture", "kind", "tied"),
     [("llama", "Q4_1", True), ("llama", "Q5_0", False), ("qwen2", "Q8_0", False), ("gemma3", "Q8_0", True)],
 )
-def test_a_file_s_blocks_give_the_tokens_of_its_floats(
-    architecture: str, kind: str, write: Callable[..., Path], *, tied: bool
-):
+def test_a_file_s_blocks_give_the_tokens_of_its_floats(architecture, kind, write, *, tied):
     path = write(architecture, kind, tied=tied)
     model, tokenizer = load(str(path), device="cpu")
     plain = load(str(path), device="cpu", weights="floats")[0]
@@ -172,9 +170,7 @@ def test_a_file_s_blocks_give_the_tokens_of_its_floats(
         (lambda weights: weights.T, "transformers changes its shape"),
     ],
 )
-def test_what_transformers_changes_is_loaded_as_floats(
-    spoil, reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_what_transformers_changes_is_loaded_as_floats(spoil, reason, write, monkeypatch):
     from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415
 
     class Processor(loader.TensorProcessor):
@@ -196,9 +192,7 @@ def test_what_transformers_changes_is_loaded_as_floats(
         ("Q8_0", "auto", "not installed", "numba: not installed"),
     ],
 )
-def test_other_files_dtypes_and_machines_load_floats(
-    kind: str, dtype: str, numba: str, reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+def test_other_files_dtypes_and_machines_load_floats(kind, dtype, numba, reason, write, monkeypatch):
     monkeypatch.setattr("sfi_core.models.linear.why_not", lambda: numba)
     model, _ = load(str(write("llama", kind)), device="cpu", dtype=dtype)
     assert not model.sfi_weights.blocks

@@ -132,9 +132,7 @@ def greedy(model, tokenizer, config: SfiConfig, **options) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", ["{folder}/{file}", "{folder}:{file}"])
-def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
-    shape: str, file: Path, model, tiny_tokenizer, tmp_path: Path
-):
+def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(shape, file, model, tiny_tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     name = shape.format(folder=file.parent, file=file.name)
@@ -309,9 +307,7 @@ def test_no_code_of_the_hub_multiplies_packed_weights(tmp_path: Path, monkeypatc
         ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_right_is_refused(
-    changes: dict, reason: str, write: Callable[..., Path], tmp_path: Path
-):
+def test_a_file_that_cannot_be_loaded_right_is_refused(changes, reason, write, tmp_path):
     path = write(tmp_path / "x.gguf", **changes)
     message = refusal(InputError, str(path))
     assert message.startswith(f"model {path} ")

@@ -88,9 +88,7 @@ def test_small_matrices_and_odd_widths_of_float32_stay_as_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize(("native", "expected"), [(False, [1, 2, 8]), (True, [1])])
-def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(
-    monkeypatch, expected: list[int], *, native: bool
-):
+def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(monkeypatch, expected, *, native):
     pytest.importorskip("numba")
     from sfi_kernels import numba_ops as loops  # noqa: PLC0415
 

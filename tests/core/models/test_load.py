@@ -103,9 +103,7 @@ def test_a_hub_id_loads_from_the_cache(hub_id: str, saved: Path, revision: str |
 
 
 @pytest.mark.parametrize("hub", [True, False])
-def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(
-    hub: bool, hub_id: str, saved: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(hub, hub_id, saved, monkeypatch):
     monkeypatch.setattr("sfi_core.models.load.join", lambda: FakeRanks(size=2))
     with pytest.raises(Compared) as told:
         load(hub_id if hub else str(saved), device="cpu")

@@ -212,9 +212,7 @@ def test_sfi_selects_the_best_scores_of_the_selector():
 
 
 @pytest.mark.parametrize("observed", [True, False])
-def test_who_listens_to_selections_gets_their_diagnostics(
-    tiny_model, monkeypatch: pytest.MonkeyPatch, *, observed: bool
-):
+def test_who_listens_to_selections_gets_their_diagnostics(tiny_model, monkeypatch, *, observed):
     heard = set()
     select_after = POLICIES["sfi"].select_after
     monkeypatch.setattr(

@@ -82,9 +82,7 @@ def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model):
         (EngineOptions(graphs=False), RING_PLACES, False),
     ],
 )
-def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
-    monkeypatch: pytest.MonkeyPatch, engine: EngineOptions, places: int, graphs: bool
-):
+def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(monkeypatch, engine, places, graphs):
     """4 x rows x H x G x capacity x 4 bytes; Qwen3-4B has 8 KV heads, 32 query heads, 151,936 tokens."""
     monkeypatch.setattr("sfi_core.measure.bench.byte_roofline.describe_measured", lambda _: {})
     model = empty_model(random_config("qwen3-4b"), torch.device("meta"), torch.bfloat16)

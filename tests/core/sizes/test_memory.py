@@ -159,9 +159,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_numbers(free):
 @pytest.mark.parametrize(
     ("device", "two_tier", "named"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
 )
-def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
-    monkeypatch: pytest.MonkeyPatch, device: str, two_tier: bool, named: bool
-):
+def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(monkeypatch, device, two_tier, named):
     monkeypatch.setattr(module, "free_bytes", lambda _: 1000)
     for way in (None, "max_batch to 3"):
         with pytest.raises(MemoryForecastError) as caught:
@@ -179,9 +177,7 @@ def test_what_is_in_use_already_need_not_be_free(free):
         check_fits(need(resident=10**9, kv=1025), CPU)
 
 
-def test_where_the_free_memory_is_unknown_nothing_is_refused_and_all_run_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model
-):
+def test_where_the_free_memory_is_unknown_nothing_is_refused_and_all_run_together(monkeypatch, tmp_path, tiny_model):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
     assert memory.free_bytes(CPU) is None
     check_fits(need(kv=10**15), CPU)
