@@ -32,20 +32,13 @@ def message(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("t_max=32", 32),
-        (" t_max = 32 ", 32),
-        ("recent_mode=sliding", "sliding"),
-        ('recent_mode="sliding"', "sliding"),
-        ('triggers=[".", "\\n"]', (".", "\n")),
-        ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)),
-        ("dense_layers=[2, 1]", (2, 1)),
-        ("dense_layers=[]", ()),
-        ("trigger_token_ids=none", None),
-        ("freekv.tau=-1", -1.0),
-        ("selector.alpha=0.7", 0.7),
+        ("t_max=32", 32), (" t_max = 32 ", 32), ("recent_mode=sliding", "sliding"),
+        ('recent_mode="sliding"', "sliding"), ('triggers=[".", "\\n"]', (".", "\n")),
+        ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)), ("dense_layers=[2, 1]", (2, 1)), ("dense_layers=[]", ()),
+        ("trigger_token_ids=none", None), ("freekv.tau=-1", -1.0), ("selector.alpha=0.7", 0.7),
         ("baseline.page=8", 8),
     ],
-)
+)  # fmt: skip
 def test_set_reads_values_by_the_setting_s_type(text: str, value: object):
     config = given("generate", sets=[text]).config
     table, _, name = text.partition("=")[0].strip().rpartition(".")

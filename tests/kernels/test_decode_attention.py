@@ -62,14 +62,10 @@ class Step:
 
     def operands(self) -> dict:
         tensors = {
-            "query_BHGWD": self.query[:, :, :, None],
-            "packed_key_BHSD": self.packed[0],
-            "packed_value_BHSE": self.packed[1],
-            "packed_length_BH": self.packed_length,
-            "key_PHND": self.key_PHND,
-            "value_PHNE": self.value_PHNE,
-            "block_table_BP": self.table_BP,
-        }
+            "query_BHGWD": self.query[:, :, :, None], "packed_key_BHSD": self.packed[0],
+            "packed_value_BHSE": self.packed[1], "packed_length_BH": self.packed_length, "key_PHND": self.key_PHND,
+            "value_PHNE": self.value_PHNE, "block_table_BP": self.table_BP,
+        }  # fmt: skip
         if self.dense is not None:
             tensors["dense_BH"] = torch.tensor(self.dense).int()
         return {n: t.to(self.device) for n, t in tensors.items()}

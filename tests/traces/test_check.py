@@ -120,17 +120,10 @@ def test_token_ids_that_were_left_out_cannot_be_checked(folder):
 
 
 SETTINGS = [
-    {},
-    {"t_max": 3},
-    {"t_max": 0},
-    {"trigger_delay": 2, "t_max": 5},
-    {"min_gap": 4, "t_max": 6},
-    {"slow_start": 3},
-    {"trigger_policy": "stride", "stride": 4},
-    {"trigger_policy": "t-max", "t_max": 5},
-    {"trigger_policy": "never"},
+    {}, {"t_max": 3}, {"t_max": 0}, {"trigger_delay": 2, "t_max": 5}, {"min_gap": 4, "t_max": 6}, {"slow_start": 3},
+    {"trigger_policy": "stride", "stride": 4}, {"trigger_policy": "t-max", "t_max": 5}, {"trigger_policy": "never"},
     {"trigger_policy": "always"},
-]
+]  # fmt: skip
 
 
 def run_of(tokens: list[int], **settings) -> list[dict]:

@@ -103,13 +103,9 @@ def audited(folder: Path) -> Trace:
 def save(path: Path, **changes) -> Path:
     sequence, attentions, _ = attended()
     document = {
-        "sfi_import_version": 1,
-        "attentions": attentions,
-        "token_ids": sequence[PROMPT:],
-        "prompt_token_ids": sequence[:PROMPT],
-        "trigger_token_ids": torch.tensor([5, 50]),
-        "kv_heads": 2,
-    } | changes
+        "sfi_import_version": 1, "attentions": attentions, "token_ids": sequence[PROMPT:],
+        "prompt_token_ids": sequence[:PROMPT], "trigger_token_ids": torch.tensor([5, 50]), "kv_heads": 2,
+    } | changes  # fmt: skip
     kept = {name: value for name, value in document.items() if value is not None}
     if path.suffix == ".pt":
         torch.save(kept, path)

@@ -101,13 +101,9 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
 
 
 TIERS = {
-    "sfi": {},
-    "snapkv": {},
-    "quest": {},
-    "codescan": {},
-    "freekv": {"freekv": {"page": 16}},
+    "sfi": {}, "snapkv": {}, "quest": {}, "codescan": {}, "freekv": {"freekv": {"page": 16}},
     "synckv": {"synckv": {"heads": "even"}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", TIERS)

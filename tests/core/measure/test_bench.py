@@ -62,14 +62,10 @@ def ours(model, asked, *, policy="sfi", batch=2):
 @pytest.mark.parametrize(
     ("rate", "row", "batch", "expected"),
     [
-        (Fraction(1, 5), 0, 1, [0, 5, 10]),
-        (Fraction(1, 5), 1, 2, [2, 7, 12]),
-        (Fraction(1, 8), 3, 4, [6, 14]),
-        (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]),
-        (Fraction(0), 0, 1, []),
-        (Fraction(1), 1, 2, list(range(15))),
+        (Fraction(1, 5), 0, 1, [0, 5, 10]), (Fraction(1, 5), 1, 2, [2, 7, 12]), (Fraction(1, 8), 3, 4, [6, 14]),
+        (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]), (Fraction(0), 0, 1, []), (Fraction(1), 1, 2, list(range(15))),
     ],
-)
+)  # fmt: skip
 def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
     assert slow_steps(rate, row, batch, 15) == expected
 

@@ -143,18 +143,10 @@ def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
 def test_a_summary_leaves_out_step_0_which_no_policy_touches():
     found = Fidelity.join([made(0.2), made(0.4)])
     assert found.summary() == {
-        "windows": 2,
-        "steps": 6,
-        "slow_rate": pytest.approx(1 / 3),
-        "kl": 3.0,
-        "agreement": pytest.approx(2 / 3),
-        "perplexity": pytest.approx(math.e**2),
-        "perplexity_full": pytest.approx(math.e),
-        "kl_p95": 5.0,
-        "read_ratio": pytest.approx(0.3),
-        "selection_ratio": 0.0,
-        "stored_ratio": 1.0,
-    }
+        "windows": 2, "steps": 6, "slow_rate": pytest.approx(1 / 3), "kl": 3.0, "agreement": pytest.approx(2 / 3),
+        "perplexity": pytest.approx(math.e**2), "perplexity_full": pytest.approx(math.e), "kl_p95": 5.0,
+        "read_ratio": pytest.approx(0.3), "selection_ratio": 0.0, "stored_ratio": 1.0,
+    }  # fmt: skip
 
 
 def test_windows_are_spread_over_the_whole_text():

@@ -249,12 +249,9 @@ def test_oracle_top_k_selects_anew_at_every_step(complete):
 
 
 PLANS = {
-    "full-kv": ["full-kv", "full-kv"],
-    "sfi": ["trigger", ""],
-    "random-k": ["trigger", ""],
-    "prior-only": ["trigger", ""],
-    "synckv": ["", "anticipation"],
-}
+    "full-kv": ["full-kv", "full-kv"], "sfi": ["trigger", ""], "random-k": ["trigger", ""],
+    "prior-only": ["trigger", ""], "synckv": ["", "anticipation"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -80,13 +80,10 @@ def test_min_gap_does_not_hold_t_max_back_and_a_trigger_is_named_when_both_are_d
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("boundary", {4: "trigger", 8: "t_max"}),
-        ("t-max", {4: "t_max", 8: "t_max"}),
-        ("stride", {5: "stride"}),
-        ("never", {}),
-        ("always", dict.fromkeys(range(1, 10), "always")),
+        ("boundary", {4: "trigger", 8: "t_max"}), ("t-max", {4: "t_max", 8: "t_max"}), ("stride", {5: "stride"}),
+        ("never", {}), ("always", dict.fromkeys(range(1, 10), "always")),
     ],
-)
+)  # fmt: skip
 def test_each_policy_asks_its_own_question(policy: str, expected: dict[int, str]):
     tokens = text(9, 3)
     assert slow_steps(tokens, trigger_policy=policy, t_max=3, stride=5) == expected

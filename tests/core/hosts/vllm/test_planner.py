@@ -131,11 +131,8 @@ def test_a_request_preempted_within_its_prompt_begins_anew():
     entries = [host.step()["a"] for _ in range(5)]
     assert [e.opens for e in entries] == [True] + [False] * 4
     assert [(e.start, e.request_pass.ends_prompt) for e in entries[:4]] == [
-        (0, False),
-        (10, False),
-        (20, False),
-        (30, True),
-    ]
+        (0, False), (10, False), (20, False), (30, True),
+    ]  # fmt: skip
     assert first.slot == entries[0].slot
     report = host.run()["a"].report()
     assert report["preempted"] == 1

@@ -105,15 +105,12 @@ def test_asynchronous_scheduling_wants_a_delay():
 @pytest.mark.parametrize(
     ("extra", "part"),
     [
-        ({"sfi.budget": 5}, "sfi.budget"),
-        ({"sfi.t_max": "many"}, "t_max"),
-        ({"sfi.t_max": -1}, "t_max"),
-        ({"sfi.enabled": 2}, "sfi.enabled"),
-        ({"sfi.enabled": [1]}, "sfi.enabled"),
+        ({"sfi.budget": 5}, "sfi.budget"), ({"sfi.t_max": "many"}, "t_max"), ({"sfi.t_max": -1}, "t_max"),
+        ({"sfi.enabled": 2}, "sfi.enabled"), ({"sfi.enabled": [1]}, "sfi.enabled"),
         ({"sfi.trigger_policy": "cosine"}, "cosine"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_settings_make_a_request_dense_and_are_told(extra, part):
     """An error in the scheduler would end the server, and all requests with it."""
     config = SfiConfig()
