@@ -14,7 +14,7 @@ from sfi_traces.views import frames
 from sfi_traces.views.frames import playable
 from sfi_traces.views.words import step_words
 from tests.traces.made import PROMPT, make_trace
-from tests.traces.small import fixed_trace, write_part, write_trace
+from tests.traces.small import fixed_trace, rows, write_part, write_trace
 
 WIDTH = 50
 trace = fixed_trace(policy="sfi", requests=2, seed=4)
@@ -25,32 +25,27 @@ def run(trace) -> Request:
     return playable(trace, request=1)
 
 
-def rows(trace: Trace, table: str, step: int, **wanted: int) -> list[dict]:
-    wanted = {"request": 1, "step": step} | wanted
-    return [row for row in trace.table(table).to_pylist() if all(row[name] == value for name, value in wanted.items())]
-
-
 def test_a_frame_is_its_row(trace, run):
     assert len(run.steps) == 60
     assert run.steps.slow_at == [0, 10, 20, 30, 40, 50]
     for step in (0, 7, 10, 59):
-        assert [frames.frame(run, step).row] == rows(trace, "steps", step)
+        assert [frames.frame(run, step).row] == rows(trace, "steps", request=1, step=step)
 
 
 def test_measures_are_means_over_layers_and_heads(trace, run):
-    found = rows(trace, "supports", 13)
+    found = rows(trace, "supports", request=1, step=13)
     frame = frames.frame(run, 13)
     for name in ("retained_mass", "overlap_previous_step", "overlap_last_refresh"):
         assert frame.measures[name] == pytest.approx(np.mean([row[name] for row in found]))
     assert frame.lambda_star is None
-    refresh = rows(trace, "selections", 20)
+    refresh = rows(trace, "selections", request=1, step=20)
     assert frames.frame(run, 20).lambda_star == pytest.approx(np.mean([r["lambda_star"] for r in refresh]))
     assert frames.frame(run, 0).measures["overlap_previous_step"] is None
 
 
 def masses(trace: Trace, step: int, length: int) -> np.ndarray:
     bins = np.zeros(WIDTH)
-    for row in rows(trace, "supports", step):
+    for row in rows(trace, "supports", request=1, step=step):
         for position, mass in zip(row["positions"], row["mass"], strict=True):
             bins[position * WIDTH // length] += mass / 4
     return bins
@@ -69,7 +64,7 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, run):
         refresh = step - step % 10
         start = PROMPT + refresh - 16
         last = (step - 1) // 10 * 10  # a slow step's selection serves the steps after it
-        selected = {p for row in rows(trace, "selections", last) for p in row["positions"]}
+        selected = {p for row in rows(trace, "selections", request=1, step=last) for p in row["positions"]}
         for marks, positions in (
             (strip.sink, range(4)), (strip.recent, range(start, length)), (strip.selected, selected),
         ):  # fmt: skip
