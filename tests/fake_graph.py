@@ -79,12 +79,7 @@ def again(outs: list[torch.Tensor], made) -> None:
 
 
 class FakeRecorder:
-    """Does the work once to warm up and once more on a tape.
-
-    Attributes:
-        tapes: How many steps it recorded.
-        plays: How often one was played.
-    """
+    """Does the work once to warm up and once more on a tape; counts `tapes` recorded and `plays`."""
 
     def __init__(self) -> None:
         self.tapes = self.plays = 0

@@ -121,11 +121,7 @@ def plain_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in float64, the textbook's way; `visible` broadcasts to [B, H, G, W, T].
-
-    Returns:
-        out, [B, H, G, W, E], zeros where a query sees nothing, and the log-sum-exp of the logits.
-    """
+    """Attend in float64 where `visible`: out, [B, H, G, W, E], zeros where a query sees nothing, and log-sum-exp."""
     query, key, value = query_BHGWD.double(), key_BHTD.double(), value_BHTE.double()
     logits = torch.einsum("bhgwd,bhtd->bhgwt", query, key) * scale
     if soft_cap is not None:
@@ -166,11 +162,7 @@ def error_bound(
 
 
 def paged(rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store `[H, T, ...]` tensors of different T in pages, shuffled; what is not written is NaN.
-
-    Returns:
-        The pages, `[P, H, N, ...]`, and the block table, `[B, pages of a request]` int32.
-    """
+    """Store `[H, T, ...]` of different T in shuffled pages, the rest NaN: pages and block table."""
     per_request = max(-(-row.shape[1] // page_size) for row in rows) + spare_pages
     H, *rest = rows[0].shape[0], *rows[0].shape[2:]
     count = per_request * len(rows)

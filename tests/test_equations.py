@@ -1,7 +1,4 @@
-"""Each equation of the paper has exactly one home: a docstring whose first line cites it.
-
-The first line ends with `(Eq. 6)`, `(Eqs. 17-18)` or `(Eqs. 1 and 25)`.
-"""
+"""Each equation of the paper has exactly one home: a docstring whose first line cites it, as `(Eqs. 17-18)`."""
 
 import ast
 import re

@@ -1,7 +1,4 @@
-"""Every command that writes, under every fault: one line, no half file, and an old output that stays whole.
-
-`make test` has a fault for most commands and few kills, `make faults` all faults and 200 kills.
-"""
+"""Every command that writes, under every fault: one line, no half file, and an old output that stays whole."""
 
 import contextlib
 import itertools

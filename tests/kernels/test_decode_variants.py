@@ -365,10 +365,7 @@ def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: i
 
 @pytest.mark.parametrize("places", [2, 8, 64])
 def test_the_plan_does_not_change_what_several_queries_give(backend: str, places: int):
-    """One split a request, a few, and many; among them one that only the last queries see.
-
-    A learned sink takes its weight from every query, and once.
-    """
+    """One split a request, a few, many, one that only the last queries see; a learned sink takes its weight once."""
     step = Verification(backend, [513, 300], [SLOW, FAST], counts=[9, 1], W=9, places=places)
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)

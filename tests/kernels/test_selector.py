@@ -34,11 +34,7 @@ def run(allowed_BT, logits=None, **changes):
 
 
 def oracle(logits, norm, allowed, c):
-    """Algorithm 2 for one request, in float64 loops straight from the paper.
-
-    Takes nested lists: logits[h][g][w][j], norm[h][j], allowed[j]. Returns z_adj[h][j] for j in J
-    (a dict) and lambda*[h].
-    """
+    """Algorithm 2 for one request, in float64 loops straight from the paper: z_adj[h][j] for j in J, and lambda*[h]."""
     J = [j for j, inside in enumerate(allowed) if inside]
     z, weights = [], []
     for logits_h, norm_h in zip(logits, norm, strict=True):

@@ -191,10 +191,7 @@ LOSSLESS = {
 
 @pytest.mark.parametrize("case", LOSSLESS)
 def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
-    """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between.
-
-    Tokens, records and the cache are those of eager passes, and the tokens full attention's.
-    """
+    """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between."""
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"config": config, "policy": "sfi", **LOSSLESS[case]}

@@ -114,10 +114,7 @@ LONG, BLOCK = 60, [5, 9, 7]
 
 @torch.inference_mode()
 def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, int]:
-    """Return the first layer's evidence of a pass of `tokens`, [H, G, 1, T], and the tokens before it.
-
-    `verified` are tokens whose keys lie behind the prompt already.
-    """
+    """Return the first layer's evidence of a pass of tokens behind verified ones, and the tokens before it."""
     config = SfiConfig(trigger_token_ids=(1,), budget=8, recent=8, sink=2)
     found: list[torch.Tensor] = []
 

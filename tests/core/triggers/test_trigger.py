@@ -15,10 +15,7 @@ PAPER = SfiConfig.preset("paper")
 
 
 def slow_steps(tokens: list[int], **settings) -> dict[int, str]:
-    """Run the rule over a request's tokens x_0, x_1, ...; map each slow step t >= 1 to its reason.
-
-    `tokens` are told one by one, as decoding does: step t sees x_0 to x_{t-1}.
-    """
+    """Map each slow step t >= 1 to its reason; tokens are told one by one: step t sees x_0 to x_{t-1}."""
     settings = {"trigger_delay": 0, "t_max": 1000, **settings}
     trigger = Trigger(frozenset({STOP}), PAPER.replace(**settings))
     state = RequestState(prompt_tokens=10)
