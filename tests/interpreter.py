@@ -6,7 +6,6 @@ interpreter's.
 """
 
 import inspect
-from collections.abc import Callable
 from functools import wraps
 
 import numpy as np
@@ -30,7 +29,7 @@ def _patch_the_language_once() -> None:
     patch = interpreter._patch_lang  # noqa: SLF001
     seen = {}  # by the globals of a module, which stay
 
-    def patch_unless_done(function: Callable):
+    def patch_unless_done(function):
         names = function.__globals__
         if id(names) not in seen:
             modules = [module for module in names.values() if inspect.ismodule(module)]
@@ -100,7 +99,7 @@ def _pass_over_operands_that_agree() -> None:
     TritonSemantic.broadcast_impl_value = broadcast_unless_alike
 
 
-def _check_overflow(self, lhs, rhs, binary_op: Callable) -> None:
+def _check_overflow(self, lhs, rhs, binary_op) -> None:
     scalar = lhs.type.scalar
     if scalar.int_bitwidth < 64:
         both = (side.handle.data.astype(np.int64) for side in (lhs, rhs))

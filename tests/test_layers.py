@@ -4,7 +4,6 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
@@ -264,7 +263,7 @@ def used_names(node: ast.AST) -> list[str]:
     return []
 
 
-def private_names(path: Path) -> Iterator[str]:
+def private_names(path: Path):
     """List the private names that a file uses and does not define."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}

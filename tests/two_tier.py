@@ -1,7 +1,5 @@
 """A store, by default of two tiers, and, beside it, plain tensors of what it was given."""
 
-from collections.abc import Sequence
-
 import torch
 
 from sfi_core.state.side_stream import SideStream
@@ -17,7 +15,7 @@ SIDES = {"in order": SideStream, "lazy": Lazy, "random": lambda: AnyTime(3)}
 class Written:
     """A store and, beside it, plain tensors of what was appended to each request."""
 
-    def __init__(self, side=None, resident: Sequence[int] = (), store=None, dtype=torch.float32, **options) -> None:
+    def __init__(self, side=None, resident=(), store=None, dtype=torch.float32, **options) -> None:
         options = {"page_size": N, "ring_pages": RING, **options}
         heads = None if not resident else lambda layer, heads: resident
         self.store = store or TwoTierStore(B, CAPACITY, side=side, resident=heads, **options)

@@ -9,7 +9,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core import SfiConfig, slow_fast
-from sfi_core.engine.layer import Layer
 from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
 from tests.core.conftest import TINY
@@ -79,7 +78,7 @@ class Watch:
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], list[Seen]] = {}
 
-    def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+    def see(self, layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         run = layer.run
         for row, one in enumerate(layer.batch_pass.passes):
             state = run.requests[row]

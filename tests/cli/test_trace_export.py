@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,7 +157,7 @@ def test_a_file_of_rows_is_there_when_it_is_complete(recorded, tmp_path):
 
 
 @pytest.fixture
-def imported(tmp_path) -> Path:
+def imported(tmp_path):
     assert trace("import", write_npz(tmp_path / "a.npz"), "-o", tmp_path / "a").code == 0
     return tmp_path / "a"
 

@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -24,7 +23,7 @@ SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> tuple[Path, dict]:
+def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace") / "run"
     code, stdout, stderr = inside(
         "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json", *SHORT

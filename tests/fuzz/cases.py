@@ -9,7 +9,6 @@ import signal
 import struct
 import tempfile
 import zipfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -91,7 +90,7 @@ class BrokenError(AssertionError):
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded():
     """Fail for a case that takes too long or too much memory."""
 
     def late(*_: object) -> None:

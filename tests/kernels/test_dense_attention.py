@@ -5,7 +5,6 @@ import torch
 
 from sfi_kernels import pages
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.op import Op
 from tests.covering import each_value
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
 
@@ -28,7 +27,7 @@ class History:
         self.key_PHND, self.table_BP = paged(self.keys, page_size)
         self.value_PHNE, _ = paged(self.values, page_size)
 
-    def run(self, op: Op, rows: slice, *cached: torch.Tensor, **options) -> torch.Tensor:
+    def run(self, op, rows: slice, *cached: torch.Tensor, **options) -> torch.Tensor:
         device = kernel_device(self.backend, self.query.dtype, self.key_PHND.shape[2])
         operands = (self.query[rows], *cached, self.table_BP[rows], self.length_B[rows])
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}

@@ -1,7 +1,5 @@
 """Files to import, made up, and what is in them."""
 
-from pathlib import Path
-
 import numpy as np
 
 PROMPT, STEPS, LAYERS, K = 20, 12, 3, 6
@@ -20,6 +18,6 @@ def selection_arrays(**changes) -> dict:
     return {name: value for name, value in (arrays | changes).items() if value is not None}
 
 
-def write_npz(path: Path, **changes) -> Path:
+def write_npz(path, **changes):
     np.savez(path, **selection_arrays(**changes))
     return path

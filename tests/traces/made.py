@@ -1,7 +1,6 @@
 """Traces made up from a seed, with every table, for tests of what reads them."""
 
 import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -34,7 +33,7 @@ def overlap(first: list[int], second: list[int]) -> float:
 
 
 def make_trace(
-    folder: Path,
+    folder,
     *,
     steps: int = 60,
     requests: int = 1,
@@ -43,7 +42,7 @@ def make_trace(
     sentence: int = 10,
     audit: int | None = 1,
     **manifest,
-) -> Path:
+):
     """Write a trace: a trigger every `sentence` steps, supports that jump there and drift in between.
 
     Under "full-kv" every step is slow; otherwise step 0 and those after a trigger are. Under "freekv" fast

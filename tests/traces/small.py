@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +67,7 @@ def change_manifest(folder: Path, **changes) -> Path:
     return folder
 
 
-def rewrite(folder: Path, table: str, change: Callable[[list[dict]], list[dict]]) -> None:
+def rewrite(folder: Path, table: str, change) -> None:
     write_part(folder, table, change(parquet.read_table(folder / table / "part-00000.parquet").to_pylist()))
 
 

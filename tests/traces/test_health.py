@@ -2,7 +2,6 @@
 
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,7 +124,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def judged(folder: Path, tables: Tables, config: dict[str, Any] | None = None) -> dict:
+def judged(folder, tables: Tables, config: dict[str, Any] | None = None) -> dict:
     settings = CONFIG | {"recent": 16} | (config or {})
     trace = Trace.open(write_trace(folder, tables, config=settings))
     return judge(Request.of(trace))
@@ -252,7 +251,7 @@ def test_the_triggered_policies_are_those_of_the_core():
     assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
-def run(folder: Path, **config) -> set[str]:
+def run(folder, **config) -> set[str]:
     """Run sfi on a piece of the example, and return the rules that its trace trips."""
     model, tokenizer = bundled()
     ids = tokenizer(load_example().prompt)["input_ids"][-700:]

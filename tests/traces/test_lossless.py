@@ -3,7 +3,6 @@
 import json
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +40,7 @@ CONFIG = SfiConfig(
 class Run(NullObserver):
     """A lossless run of a random model: the verifications that the engine told, and the tokens of each request."""
 
-    def __init__(self, folder: Path, config: SfiConfig = CONFIG, **options) -> None:
+    def __init__(self, folder, config: SfiConfig = CONFIG, **options) -> None:
         self.verifications: list[VerificationEvent] = []
         ids = torch.randint(0, 96, (len(REQUESTS), PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
         with pytest.MonkeyPatch.context() as patch, ParquetObserver(folder, **options) as observer:

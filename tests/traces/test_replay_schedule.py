@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
@@ -29,7 +28,7 @@ def slow_at(supports: Supports, setting: Setting) -> dict[int, str]:
     return {step: reason for step, reason in enumerate(schedule(supports, setting)) if reason}
 
 
-def expected(tokens: list[int], config: SfiConfig) -> dict[int, str]:
+def expected(tokens: list[int], config) -> dict[int, str]:
     """Eq. 5 and T_max, written out anew."""
     slow, last = {0: "first"}, 0
     for step in range(1, len(tokens)):

@@ -1,7 +1,5 @@
 """A run whose steps are replayed leaves the trace of the eager run, but for spans and times."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -26,7 +24,7 @@ OWN = {"elapsed_us", "begin_us", "graphs"}
 
 
 def recorded(
-    folder: Path, graphs: bool | None, audit: AuditConfig | None = None, config: SfiConfig = CONFIG, **options
+    folder, graphs: bool | None, audit: AuditConfig | None = None, config: SfiConfig = CONFIG, **options
 ) -> Trace:
     with ParquetObserver(folder, positions=True, **options) as observer:
         sfi_core.generate(

@@ -3,7 +3,6 @@
 import math
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from sfi_core.observers.events import (
     StepEvent,
     VerificationEvent,
 )
-from sfi_core.observers.observer import Observer
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, overlap
 
@@ -45,7 +43,7 @@ def step_event(request: int = 0, step: int = 0, **changes) -> StepEvent:
     return StepEvent(**event | changes)
 
 
-def wait_for(happened: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(happened, seconds: float = 60.0) -> None:
     """Wait until something has happened."""
     until = time.monotonic() + seconds
     while not happened():
@@ -66,7 +64,7 @@ class Told:
         rows: By table; `token_text` is left out.
     """
 
-    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run) -> None:
+    def __init__(self, observer, first: int, batch: int, steps: int, seed: int, **run) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
         self.rows: Rows = {name: [] for name in TABLES}

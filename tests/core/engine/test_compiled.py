@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import current_thread
 
 import numpy as np
@@ -163,7 +162,7 @@ def double(numbers):
 def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path):
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
 
-    def files() -> dict[str, Path]:
+    def files():
         function, numbers = compiled.entry(double), np.ones(2)
         function(numbers)
         assert numbers.tolist() == [2, 2]

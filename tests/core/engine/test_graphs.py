@@ -15,7 +15,6 @@ from sfi_core.engine.attend import prepare
 from sfi_core.engine.graphs import buffers, steps
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless import Drafts
-from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
@@ -167,7 +166,7 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
 
 
 @pytest.fixture
-def runs(monkeypatch) -> list[Run]:
+def runs(monkeypatch):
     found = []
 
     class Kept(Drafts):

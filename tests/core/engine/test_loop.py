@@ -1,7 +1,5 @@
 """Algorithm 1 on a model whose tokens are written down, and what observers are told of a run."""
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ VOCABULARY = 100
 class ScriptedHost:
     """A host that is its own run; token t of request b is `script[b][t]`."""
 
-    def __init__(self, script: Sequence[Sequence[int]], stop: int | None = None):
+    def __init__(self, script, stop: int | None = None):
         self.script, self.stop, self.calls = script, stop, []
         self.ids_BT = torch.zeros(len(script), 1, dtype=torch.long)
         self.requests = [RequestState(request=b) for b in range(len(script))]

@@ -8,7 +8,6 @@ from sfi_core.engine.attend import attend
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.policies.base import Evidence, Selection
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.triggers.trigger import Trigger
@@ -118,9 +117,8 @@ def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, i
     config = SfiConfig(trigger_token_ids=(1,), budget=8, recent=8, sink=2)
     found: list[torch.Tensor] = []
 
-    def select_after(context: Evidence) -> Selection | None:
+    def select_after(context):
         found.append(context.logits())
-        return None
 
     torch.manual_seed(0)
     model = tiny_qwen3()

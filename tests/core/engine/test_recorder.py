@@ -15,7 +15,6 @@ from sfi_core import EngineOptions
 from sfi_core.distributed.ranks import ALONE
 from sfi_core.engine.graphs.recorder import CudaRecorder, no_collection, refuse_waiting
 from sfi_core.engine.maintenance import main_stream
-from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.replays import records_steps
@@ -212,7 +211,7 @@ def recorder(monkeypatch) -> FakeRecorder:
 
 @pytest.fixture
 def complete(model, recorder):
-    def run(graphs: bool | None, *observers, **options) -> RunReport:
+    def run(graphs: bool | None, *observers, **options):
         options = {"max_new_tokens": 8, "prompts": PROMPTS, "config": CONFIG, **options}
         prompts, config = options.pop("prompts"), options.pop("config")
         return sfi_core.generate(

@@ -1,7 +1,6 @@
 """Tokens of several positions of a pass: the tokens, one by one, that steps would pick."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -144,7 +143,7 @@ def split_mix(seed: int, count: int) -> list[int]:
     return numbers
 
 
-def bits(keys: Sequence[int], size: int) -> list[list[int]]:
+def bits(keys, size: int) -> list[list[int]]:
     found = random_bits(torch.tensor(keys), size).tolist()
     return [[number % WORD for number in row] for row in found]
 

@@ -1,6 +1,5 @@
 """Plain `model.generate` in a lossless run: full attention's own tokens, whatever is asked of it."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +8,7 @@ from transformers import DynamicCache, StoppingCriteria, TextIteratorStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import sfi_core
-from sfi_core import Sampling, Session, SfiConfig, slow_fast
+from sfi_core import Sampling, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.settings.config import DraftConfig
@@ -30,7 +29,7 @@ def complete(model, rows=ROWS, **options):
 
 
 @contextmanager
-def drafting(model, config: SfiConfig = SMALL) -> Iterator[Session]:
+def drafting(model, config: SfiConfig = SMALL):
     """A lossless session whose run has kept drafts and rejected some."""
     with slow_fast(model, None, config, engine=LOSSLESS) as session:
         yield session

@@ -1,6 +1,5 @@
 """What the tests of measuring share: small buffers for clocks, and a model with its tokenizer."""
 
-from collections.abc import Iterator
 from itertools import chain
 
 import pytest
@@ -9,8 +8,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.measure.kernel_bench import timing
 from sfi_core.measure.kernel_bench.cases import groups
-from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.gates import KernelVariant
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.core.conftest import TINY
 
@@ -36,9 +33,9 @@ def tiny(**changes) -> KernelSettings:
     return KernelSettings(**{**SHAPE, "dtype": "float32", "retentions": (0.5,), **changes})
 
 
-def built(layer: LayerData) -> Iterator[KernelVariant]:
+def built(layer):
     return chain.from_iterable(variants for _, variants in groups(layer))
 
 
-def one_of(layer: LayerData, name: str) -> KernelVariant:
+def one_of(layer, name: str):
     return next(one for one in built(layer) if one.name == name)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def test_random_weights_and_an_unknown_hub_id_have_none():
     assert source_digest(Source("no/such:a.gguf", "no/such", "a.gguf")) == ""
 
 
-def test_a_gguf_file_s_digest_is_of_its_bytes_and_not_of_its_name(tmp_path: Path):
+def test_a_gguf_file_s_digest_is_of_its_bytes_and_not_of_its_name(tmp_path):
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     file = tmp_path / "a.gguf"

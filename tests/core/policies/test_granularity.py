@@ -8,7 +8,6 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.engine.batch_pass import allowed_positions
-from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies import POLICIES
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.selector import selector
@@ -34,7 +33,7 @@ def complete(**changes):
     return result.report, observer
 
 
-def candidates(event: SelectionEvent) -> range:
+def candidates(event) -> range:
     prompt = len(PROMPTS[event.request])
     sink = min(SINK, prompt)
     return range(sink, max(sink, prompt + event.step - RECENT))

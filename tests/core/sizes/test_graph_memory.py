@@ -17,7 +17,6 @@ from sfi_core.machine import memory
 from sfi_core.measure.bench.architectures import empty_model, random_config
 from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.observers.events import LogitsEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.config import DraftConfig
 from sfi_core.sizes.memory import (
@@ -211,7 +210,7 @@ class Live(TorchDispatchMode):
 
 
 class Compares(NullObserver):
-    def on_logits(self, event: LogitsEvent) -> None:
+    def on_logits(self, event) -> None:
         """Take note."""
 
 

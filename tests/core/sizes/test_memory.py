@@ -2,8 +2,6 @@
 
 import copy
 import resource
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -132,7 +130,7 @@ def test_the_forecast_is_what_a_run_allocates(tiny_model, policy: str, options: 
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], int]:
+def free(monkeypatch: pytest.MonkeyPatch, tmp_path):
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
     return lambda kilobytes: meminfo.write_text(f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n")
@@ -285,7 +283,7 @@ def test_resetting_the_peak_forgets_what_came_and_went():
     assert low < high
 
 
-def test_a_peak_that_cannot_be_reset_is_the_process_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_peak_that_cannot_be_reset_is_the_process_s(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path)  # writing to a folder is an OSError
     memory.reset_peak(CPU)
     assert memory.peak_bytes(CPU) >= memory.resident_bytes(CPU)

@@ -1,7 +1,6 @@
 """Eqs. 1-3 and 25: which tokens may be selected, which are read, and how the recent segment moves."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -123,7 +122,7 @@ class Refreshed:
         return set(range(self.state.length)) - read - self.candidates
 
 
-def random_runs(*, sliding: bool) -> Iterator[Refreshed]:
+def random_runs(*, sliding: bool):
     """Yield every step of many runs with random prompts and slow steps, no more than t_max apart."""
     draw = random.Random(0)
     for _ in range(60):

@@ -1,7 +1,6 @@
 """The two-tier store against plain tensors: every token is found again, and packed as from the device."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ class Packing:
         self.written.append(*count, into=[self.cache])
         self.segments = [PackedSegment(B, 9, s.pages(0)) for s in (self.written.store, self.cache)]
 
-    def pack(self, rows: Sequence[int], sink: Sequence[int], index, heads=None) -> torch.Tensor:
+    def pack(self, rows, sink, index, heads=None) -> torch.Tensor:
         """Pack by both; return how many rows the two-tier store brought."""
         index_RHK = torch.tensor(index, dtype=torch.int32)
         heads_RH = None if heads is None else torch.tensor(heads)

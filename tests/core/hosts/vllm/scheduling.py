@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 
 from sfi_core.hosts.vllm.planner import Entry, Planner, Scheduled, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
-from sfi_core.observers.observer import Observer
 from sfi_core.policies.built_in.sfi import SFI
-from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger import Trigger
 
 BLOCK = 8
@@ -38,16 +36,8 @@ class Fake:
 class FakeScheduler:
     """Runs a planner; `late` tokens are known one engine step after the next one has been planned."""
 
-    def __init__(
-        self,
-        config: SfiConfig,
-        *,
-        slots: int = 4,
-        late: bool = False,
-        piece: int = 10,
-        observer: Observer | None = None,
-    ):
-        def make(own: SfiConfig) -> SFI:
+    def __init__(self, config, *, slots: int = 4, late: bool = False, piece: int = 10, observer=None):
+        def make(own) -> SFI:
             return SFI(own, Trigger(frozenset({STOP}), own), [0, 1])
 
         self.config, self.late, self.piece = config, late, piece

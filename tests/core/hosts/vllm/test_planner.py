@@ -2,7 +2,6 @@
 
 import logging
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +74,7 @@ def test_what_choosing_reads_counts_for_each_answer_and_the_server(monkeypatch):
     assert told["cache_read_ratio"] == told["read_ratio"] + told["selection_ratio"] > told["read_ratio"]
 
 
-def test_slow_steps_are_those_of_a_replay_of_the_recorded_tokens(tmp_path: Path):
+def test_slow_steps_are_those_of_a_replay_of_the_recorded_tokens(tmp_path):
     trace = Trace.open(made.make_trace(tmp_path / "trace", steps=80))
     supports = Supports.load(trace)[0]
     for changes in ({}, {"min_gap": 0, "t_max": 7}, {"trigger_policy": "random"}):

@@ -9,7 +9,6 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.planner import Entry
 from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, codes_of, last_blocks, part_of
-from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
@@ -28,7 +27,7 @@ def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
     return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
 
 
-def check(policy: Policy, limit: int | None) -> None:
+def check(policy, limit: int | None) -> None:
     sizes = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
     check_slots(policy, SHAPE, backend="torch", limit=limit, **sizes)
 

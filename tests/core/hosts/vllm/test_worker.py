@@ -1,6 +1,5 @@
 """The worker engine inside vLLM, without vLLM: plans by hand over a paged cache that the test fills."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -64,7 +63,7 @@ class Server:
         self.engine = WorkerEngine(run, store)
         self.random = torch.Generator().manual_seed(3)
 
-    def step(self, *pairs: tuple[Request, Entry], freed: Sequence[int] = ()) -> torch.Tensor:
+    def step(self, *pairs: tuple[Request, Entry], freed=()) -> torch.Tensor:
         """Go through a pass over rows in the order given; return all layers' outputs."""
         rows, first = [], 0
         table_RP = torch.zeros(len(pairs), LONGEST // N, dtype=torch.int32)
