@@ -137,10 +137,6 @@ def pseudo_of(step: Step) -> PseudoToken:
     return PseudoToken(logit.masked_fill(none, -torch.inf), value.masked_fill(none, torch.nan))
 
 
-def none_of(pseudo: PseudoToken) -> PseudoToken:
-    return pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
-
-
 def attend(step: Step, pseudo: PseudoToken | None, **options) -> torch.Tensor:
     if pseudo is not None:
         options["pseudo"] = PseudoToken(*(part.to(step.device) for part in pseudo))
@@ -208,7 +204,9 @@ def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
 def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, options: dict):
     """Bit for bit in the kernels; the reference joins three parts in other steps than two."""
     step = Step(backend, FEW, FEW_MODES, places=places)
-    got, without = attend(step, none_of(pseudo_of(step)), **options), attend(step, None, **options)
+    pseudo = pseudo_of(step)
+    none = pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
+    got, without = attend(step, none, **options), attend(step, None, **options)
     if backend == "triton":
         assert torch.equal(got.view(torch.int32), without.view(torch.int32))
     else:

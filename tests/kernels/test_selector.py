@@ -38,8 +38,8 @@ def oracle(logits, norm, allowed, c):
     J = [j for j, inside in enumerate(allowed) if inside]
     z, weights = [], []
     for logits_h, norm_h in zip(logits, norm, strict=True):
-        p = [[softmax_on(J, pooled(J, row, c["span"])) for row in group] for group in logits_h]
-        rows = [row for group in p for row in group]  # all G * W rows alike
+        pools = [pooled(J, row, c["span"]) for group in logits_h for row in group]  # all G * W rows alike
+        rows = [normal({j: math.exp(pool[j]) for j in J}) for pool in pools]  # Eq. 6
         mu = {j: sum(row[j] ** c["alpha"] for row in rows) / len(rows) for j in J}  # Eq. 7
         f = normal({j: mu[j] ** (1 / c["alpha"]) for j in J})  # Eq. 8
         r = {}
@@ -65,10 +65,6 @@ def oracle(logits, norm, allowed, c):
 
 def pooled(J, row, span):
     return {j: max(row[i] for i in J if abs(i - j) <= span) for j in J}
-
-
-def softmax_on(J, row):
-    return normal({j: math.exp(row[j]) for j in J})  # Eq. 6
 
 
 def normal(weight):

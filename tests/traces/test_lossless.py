@@ -167,14 +167,10 @@ def shares_of(run, request: int, column: int) -> dict[str, float]:
     own = [event for event in run.verifications if event.request == request]
     fates: dict[str, list[bool]] = {}
     for draft in drafts_of(run, own):
-        fates.setdefault(bin_of(draft[column]), []).append(draft[2])
+        number, last = draft[column], last_of_bin(draft[column])
+        name = str(number) if number <= 2 else f"{last // 2 + 1}-{last}"  # "0", "1", "2", "3-4", "5-8", ...
+        fates.setdefault(name, []).append(draft[2])
     return {name: sum(kept) / len(kept) for name, kept in fates.items()}
-
-
-def bin_of(number: int) -> str:
-    """Name of its bin: "0", "1", "2", "3-4", "5-8", ..."""
-    last = last_of_bin(number)
-    return str(number) if number <= 2 else f"{last // 2 + 1}-{last}"
 
 
 def test_a_plain_run_has_no_acceptance(tmp_path):

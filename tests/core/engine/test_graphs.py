@@ -34,14 +34,11 @@ CONFIG = SfiConfig(
 NEW = 12
 
 
-def tiny_llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
-
-
 @pytest.fixture(scope="module")
 def models() -> dict:
-    return {"qwen3": tiny_qwen3(), "llama": tiny_llama(), "small": tiny_qwen3(layers=1)}
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
+    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1)}
 
 
 @pytest.fixture

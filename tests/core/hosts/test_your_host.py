@@ -27,7 +27,8 @@ def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys, tmp_pa
     prompts = [torch.randint(50, (length,), generator=draw).tolist() for length in (40, 27)]
     full = shown["complete"](prompts, NEW, SMALL, "full-kv").requests
     told = capsys.readouterr().out.splitlines()
-    assert told == [str(dict(enumerate([t] for t in step))) for step in _columns(full)]
+    columns = zip(*(one.token_ids for one in full), strict=True)
+    assert told == [str(dict(enumerate([t] for t in step))) for step in columns]
     every = shown["complete"](prompts, NEW, SMALL.replace(budget=100)).requests
     assert [one.token_ids for one in every] == [one.token_ids for one in full]
     with ParquetObserver(tmp_path / "run") as observer:
@@ -39,10 +40,6 @@ def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys, tmp_pa
     found = summarize(trace)
     assert (found["run"]["model"], found["run"]["architecture"]) == ("toy", "ToyHost")
     assert all(found["phases"].values())
-
-
-def _columns(requests):
-    return zip(*(one.token_ids for one in requests), strict=True)
 
 
 @pytest.mark.parametrize(("small", "steps"), [(1 << 26, {1}), (1, {2})])

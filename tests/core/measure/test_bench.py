@@ -257,11 +257,6 @@ def test_bad_settings_are_refused(changes, words):
 lossless = partial(settings, steps=20, repeats=1, baselines=(), acceptance=1.0)
 
 
-def lossless_sample(model, asked, batch=1):
-    (variant,) = (way for way in variants(asked) if way.engine.lossless)
-    return run_ours(row_of(model, variant, asked, batch))
-
-
 def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
     keeps, state = StatedAcceptance(0.8, seed=3), RequestState(request=1)
     alone = []
@@ -281,7 +276,8 @@ def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
 def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, acceptance):
     """All kept: a pass a token. None kept: each drafted token is a pass too many."""
     asked = lossless(acceptance=acceptance)
-    sample = lossless_sample(tiny_model, asked)
+    (variant,) = (way for way in variants(asked) if way.engine.lossless)
+    sample = run_ours(row_of(tiny_model, variant, asked, 1))
     found = sample.drafting
     assert sample.tokens >= asked.steps
     assert (found["accepted"] > 0) is (acceptance == 1.0)
