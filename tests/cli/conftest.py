@@ -1,5 +1,3 @@
-"""Running `sfi` in a process of its own."""
-
 import os
 import sys
 from pathlib import Path

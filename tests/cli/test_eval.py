@@ -1,5 +1,3 @@
-"""`sfi eval` and `sfi lm-eval`: what they write, show, refuse and go on with; no network."""
-
 import json
 import sys
 from collections import Counter

@@ -1,5 +1,3 @@
-"""`sfi generate` from the outside: what it prints, and how it says no."""
-
 import io
 import json
 import re

@@ -1,5 +1,3 @@
-"""`sfi trace import`, `export` and `sql` from the outside."""
-
 import csv
 import gzip
 import json

@@ -1,5 +1,3 @@
-"""`sfi trace plot` and `sfi trace report`: which files come, and what is refused."""
-
 import pytest
 
 from sfi_cli.commands.trace.report import plot, report

@@ -1,5 +1,3 @@
-"""`sfi trace record` and `sfi generate --trace` from the outside."""
-
 import json
 import os
 import shutil

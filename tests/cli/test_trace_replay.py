@@ -1,5 +1,3 @@
-"""`sfi trace replay` and `sfi trace diff`: tables, JSON, and what is refused."""
-
 import json
 import shutil
 

@@ -1,5 +1,3 @@
-"""`sfi trace show` and `sfi trace check` from the outside."""
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""`sfi tune`: from traces to a file for --config, and each bad input."""
-
 import json
 import os
 import re

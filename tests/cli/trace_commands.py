@@ -1,5 +1,3 @@
-"""Running `sfi` in this process."""
-
 import json
 from collections.abc import Callable
 from typing import NamedTuple

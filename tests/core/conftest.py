@@ -1,5 +1,3 @@
-"""What the core's tests share: a tiny random model, the bundled tokenizer, and poisoned memory."""
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

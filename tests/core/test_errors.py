@@ -1,5 +1,3 @@
-"""The tree of errors a user can mend, and their exit codes."""
-
 from sfi_core import errors
 
 CODES = {

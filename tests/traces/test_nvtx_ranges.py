@@ -1,5 +1,3 @@
-"""Ranges that reach a profiler."""
-
 import os
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""What a recorded run becomes on disk."""
-
 import contextlib
 import hashlib
 import json

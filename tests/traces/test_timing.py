@@ -1,5 +1,3 @@
-"""How long spans took."""
-
 import time
 from types import SimpleNamespace
 

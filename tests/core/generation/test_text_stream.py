@@ -1,5 +1,3 @@
-"""Tokens become text as they come."""
-
 from random import Random
 
 import pytest

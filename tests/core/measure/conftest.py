@@ -1,5 +1,3 @@
-"""What the tests of measuring share: small buffers for clocks, and a model with its tokenizer."""
-
 from itertools import chain
 
 import pytest

@@ -1,5 +1,3 @@
-"""Tokenizers of the SentencePiece kind, from the metadata of a GGUF file."""
-
 import random
 from itertools import pairwise
 

@@ -1,5 +1,3 @@
-"""Observers: several act as one, and none costs nothing."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Policies that other packages bring, by entry points."""
-
 import re
 import tomllib
 from pathlib import Path
