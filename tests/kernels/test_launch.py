@@ -151,6 +151,7 @@ def ops(package: str) -> dict[str, Op]:
 
 
 def double(score: torch.Tensor, times: int = 1) -> torch.Tensor:
+    """Double the score."""
     return score * 2**times
 
 
