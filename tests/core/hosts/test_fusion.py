@@ -263,6 +263,7 @@ def test_what_the_hub_wraps_in_a_module_is_still_known():
 
 def described():
     def square(x: int) -> int:
+        """Square the next number."""
         y: int = x + 1  # the next
         return y * y
 
