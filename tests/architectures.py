@@ -84,11 +84,9 @@ class Architecture:
 
     @property
     def label(self) -> str:
-        """A name for a test's id."""
         return self.name.lower().replace(" ", "-")
 
-    def build(self) -> Any:
-        """Make the model, float32, the same every time."""
+    def build(self):
         if self.swept or (self.refusal and not self.encoder_decoder):
             return build(self.model_type, **self.settings)
         common = {name: value for name, value in COMMON.items() if name not in self.drop}
@@ -215,19 +213,17 @@ BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *BESID
 
 
 @cache
-def tiny(label: str) -> Any:
+def tiny(label: str):
     """Build an architecture's model once for all tests; whoever changes it changes it back."""
     return BY_LABEL[label].build()
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    """Make random prompts, none of whose tokens is padding."""
     generator = torch.Generator().manual_seed(sum(lengths))
     return [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
 
 def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Pad prompts on the left, as `model.generate` takes them."""
     width = max(map(len, rows))
     return {
         "input_ids": torch.tensor([[0] * (width - len(row)) + list(row) for row in rows]),
@@ -352,7 +348,6 @@ These are not a case, because transformers itself has no such decoder:
 
 
 def page() -> str:
-    """Write the documentation page."""
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     newest = found[max(found, key=lambda version: [int(part) for part in version.split(".")])]
     reasons: dict[str, list[str]] = {}

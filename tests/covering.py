@@ -1,13 +1,11 @@
 """Parameters of tests: few cases of a cross product, with every value or every pair of values."""
 
-from collections.abc import Collection
 from itertools import combinations, product
-from typing import Any
 
 import pytest
 
 
-def covering(*axes: Collection[Any]) -> list[Any]:
+def covering(*axes) -> list:
     """Return cases with every pair of values of two axes; the default run has every value in a case."""
     values = [list(axis) for axis in axes]
     kept = _rounds(values)
@@ -23,18 +21,18 @@ def covering(*axes: Collection[Any]) -> list[Any]:
     return [case(*_taken(values, places), kept=places in kept) for places in cases]
 
 
-def each_value(*axes: Collection[Any]) -> list[tuple[Any, ...]]:
+def each_value(*axes):
     """Return as many cases as the longest axis has values; every value of each axis is in one."""
     values = [list(axis) for axis in axes]
     return [_taken(values, places) for places in _rounds(values)]
 
 
-def case(*values: Any, kept: bool = False) -> Any:
+def case(*values, kept: bool = False):
     """Return a parameter set that the default run leaves out, unless it is kept."""
     return pytest.param(*values, marks=() if kept else pytest.mark.exhaustive)
 
 
-def _rounds(values: list[list[Any]]) -> list[tuple[int, ...]]:
+def _rounds(values: list[list]) -> list[tuple[int, ...]]:
     # From the third axis on, each round through an axis begins at another value: axes of one length would
     # otherwise pair the same values again and again.
     return [
@@ -43,9 +41,9 @@ def _rounds(values: list[list[Any]]) -> list[tuple[int, ...]]:
     ]
 
 
-def _pairs(places: tuple[int, ...]) -> set[Any]:
+def _pairs(places: tuple[int, ...]):
     return set(combinations(enumerate(places), 2))
 
 
-def _taken(values: list[list[Any]], places: tuple[int, ...]) -> tuple[Any, ...]:
+def _taken(values: list[list], places: tuple[int, ...]) -> tuple:
     return tuple(axis[place] for axis, place in zip(values, places, strict=True))

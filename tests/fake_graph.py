@@ -8,7 +8,6 @@ and what a graph cannot hold is refused: a look at a tensor's values, and values
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import get_ident
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ class Tape(TorchDispatchMode):
         self._host = host
         self.played: list[Callable[[], None]] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         masks = func is aten.index.Tensor and any(x.dtype == torch.bool for x in given[1:])
@@ -65,7 +64,6 @@ class Tape(TorchDispatchMode):
         return made
 
     def play(self) -> None:
-        """Do it all again."""
         for one in self.played:
             one()
 
@@ -74,19 +72,14 @@ def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
-def again(outs: list[torch.Tensor], made: Any) -> None:
+def again(outs: list[torch.Tensor], made) -> None:
     news = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
     for out, new in zip(outs, news, strict=True):
         out.copy_(new)
 
 
 class FakeRecorder:
-    """Does the work once to warm up and once more on a tape.
-
-    Attributes:
-        tapes: How many steps it recorded.
-        plays: How often one was played.
-    """
+    """Does the work once to warm up and once more on a tape; counts `tapes` recorded and `plays`."""
 
     def __init__(self) -> None:
         self.tapes = self.plays = 0
@@ -117,12 +110,11 @@ class FakeRecorder:
             self._tape = None
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Record every graph of the test."""
         monkeypatch.setattr(recorder, "can_record", lambda _: True)
         monkeypatch.setattr(recorder, "make_recorder", lambda _: self)
         launched = GridExecutor.__call__
 
-        def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def launch(executor, *args, **kwargs) -> None:
             tape = self._tape
             if tape is None:
                 launched(executor, *args, **kwargs)
@@ -141,10 +133,10 @@ class FakeRecorder:
             yield
         self._tape = tape
 
-    def _refusing(self, look: Callable[..., Any], name: str) -> Callable[..., Any]:
+    def _refusing(self, look: Callable, name: str) -> Callable:
         recording = get_ident()
 
-        def refuse(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def refuse(tensor: torch.Tensor, *args, **kwargs):
             # another thread, a trace's writer, may look at its own tensors meanwhile
             if self._tape is not None and get_ident() == recording:
                 raise BackendError(f"{name} waits for the device")

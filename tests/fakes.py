@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
 
-def tokens(result: Any) -> list[list[int]]:
+def tokens(result) -> list[list[int]]:
     """Return the generated token ids of each request of a result."""
     return [request.token_ids for request in result.report.requests]
 
 
-def int32(values: Any) -> torch.Tensor:
+def int32(values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
@@ -43,10 +42,10 @@ def positions(index_HK: torch.Tensor) -> list[list[int]]:
     return [[position for position in head if position >= 0] for head in index_HK.tolist()]
 
 
-def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -> Any:
+def break_logits(model, when: Callable[[], bool], row=slice(None)):
     """Make the logits NaN for as long as `when()` holds; returns the hook, which is a context."""
 
-    def replace(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def replace(module, args, output: torch.Tensor) -> torch.Tensor:
         if when():
             output = output.clone()
             output[row] = torch.nan
@@ -55,12 +54,12 @@ def break_logits(model: Any, when: Callable[[], bool], row: Any = slice(None)) -
     return model.lm_head.register_forward_hook(replace)
 
 
-def layer_context(logits: torch.Tensor, **fields: Any) -> LayerContext:
+def layer_context(logits: torch.Tensor, **fields) -> LayerContext:
     """Return what a layer shows a policy; what a test does not name is empty or fails when asked for."""
     shape = (1, logits.shape[1], logits.shape[-1])
     empty = torch.empty(0)
 
-    def unexpected(*_: Any) -> Any:
+    def unexpected(*_):
         raise AssertionError("the policy looks at what the test does not show")
 
     shown = {
@@ -93,7 +92,7 @@ class RecordingObserver(NullObserver):
         self.spans: list[tuple[str, int | None]] = []
         self.open = 0
 
-    def on(self, event: Any) -> None:
+    def on(self, event) -> None:
         vars(self)[KEPT[type(event)]].append(event)
 
     @contextmanager
@@ -122,11 +121,7 @@ def plain_attention(
     soft_cap: float | None = None,
     sink_HG: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend in float64, the textbook's way; `visible` broadcasts to [B, H, G, W, T].
-
-    Returns:
-        out, [B, H, G, W, E], zeros where a query sees nothing, and the log-sum-exp of the logits.
-    """
+    """Attend in float64 where `visible`: out, [B, H, G, W, E], zeros where a query sees nothing, and log-sum-exp."""
     query, key, value = query_BHGWD.double(), key_BHTD.double(), value_BHTE.double()
     logits = torch.einsum("bhgwd,bhtd->bhgwt", query, key) * scale
     if soft_cap is not None:
@@ -167,11 +162,7 @@ def error_bound(
 
 
 def paged(rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store `[H, T, ...]` tensors of different T in pages, shuffled; what is not written is NaN.
-
-    Returns:
-        The pages, `[P, H, N, ...]`, and the block table, `[B, pages of a request]` int32.
-    """
+    """Store `[H, T, ...]` of different T in shuffled pages, the rest NaN: pages and block table."""
     per_request = max(-(-row.shape[1] // page_size) for row in rows) + spare_pages
     H, *rest = rows[0].shape[0], *rows[0].shape[2:]
     count = per_request * len(rows)
@@ -208,7 +199,7 @@ def use_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decode_attention.__dict__, "triton", _attention_with_undefined_logits)
 
 
-def _attention_with_undefined_logits(*args: Any, **options: Any) -> DecodeAttention:
+def _attention_with_undefined_logits(*args, **options) -> DecodeAttention:
     # the kernel leaves what lies behind a shorter request's last token as it was
     result, step = decode_attention.reference(*args, **options), args[7]
     if result.logits_BHGWT is not None:

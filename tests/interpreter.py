@@ -6,9 +6,7 @@ interpreter's.
 """
 
 import inspect
-from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import numpy as np
 from triton.language import core
@@ -20,7 +18,6 @@ NUMPY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
 def make_the_interpreter_fast() -> None:
-    """Replace what takes it most of its time."""
     _patch_the_language_once()
     _remember_types()
     _pass_over_operands_that_agree()
@@ -29,10 +26,10 @@ def make_the_interpreter_fast() -> None:
 
 def _patch_the_language_once() -> None:
     # A launch patches the language; every helper that a kernel calls patches it again, to the same end.
-    patch: Callable[..., Any] = interpreter._patch_lang  # noqa: SLF001
-    seen: dict[int, list[Any]] = {}  # by the globals of a module, which stay
+    patch = interpreter._patch_lang  # noqa: SLF001
+    seen = {}  # by the globals of a module, which stay
 
-    def patch_unless_done(function: Callable[..., Any]) -> Any:
+    def patch_unless_done(function):
         names = function.__globals__
         if id(names) not in seen:
             modules = [module for module in names.values() if inspect.ismodule(module)]
@@ -47,12 +44,12 @@ def _patch_the_language_once() -> None:
 def _remember_types() -> None:
     make_block, make_tensor = core.block_type.__init__, core.tensor.__init__
     numpy_type, equal = interpreter._get_np_dtype, core.dtype.__eq__  # noqa: SLF001
-    blocks: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, Any] = {}
-    tensors: dict[Any, dict[str, Any]] = {}
-    numpy_types: dict[str, Any] = {}
+    blocks = {}
+    shapes = {}
+    tensors = {}
+    numpy_types = {}
 
-    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+    def init_block(self, element_ty, shape) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
         key = (element_ty.name, element_ty.is_const(), sizes)
         if (made := blocks.get(key)) is None:
@@ -61,7 +58,7 @@ def _remember_types() -> None:
             made = blocks[key] = dict(vars(self))
         vars(self).update(made)
 
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002
+    def init_tensor(self, handle, type) -> None:  # noqa: A002
         scalar = type.scalar
         key = (scalar.name, scalar.is_const(), id(type.shape) if type.is_block() else None)
         if (made := tensors.get(key)) is None:
@@ -69,7 +66,7 @@ def _remember_types() -> None:
             made = tensors[key] = {name: vars(self)[name] for name in ("dtype", "numel", "shape")}
         vars(self).update(made, handle=handle, type=type)
 
-    def get_np_dtype(type: Any) -> Any:  # noqa: A002
+    def get_np_dtype(type):  # noqa: A002
         name = type.scalar.name
         if (made := numpy_types.get(name)) is None:
             made = numpy_types[name] = numpy_type(type)
@@ -84,25 +81,25 @@ def _remember_types() -> None:
 def _pass_over_operands_that_agree() -> None:
     check, broadcast = (TritonSemantic.binary_op_type_checking_impl, TritonSemantic.broadcast_impl_value)
 
-    def alike(lhs: Any, rhs: Any) -> bool:  # tensors of one type and shape share what says so
+    def alike(lhs, rhs) -> bool:  # tensors of one type and shape share what says so
         tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
         return tensors and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
 
     @wraps(check)
-    def check_unless_alike(self: Any, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+    def check_unless_alike(self, lhs, rhs, *args, **options):
         if len(args) < DIVIDES and not options and alike(lhs, rhs) and not lhs.dtype.is_ptr():
             return lhs, rhs
         return check(self, lhs, rhs, *args, **options)
 
     @wraps(broadcast)
-    def broadcast_unless_alike(self: Any, lhs: Any, rhs: Any) -> Any:
+    def broadcast_unless_alike(self, lhs, rhs):
         return (lhs, rhs) if alike(lhs, rhs) else broadcast(self, lhs, rhs)
 
     TritonSemantic.binary_op_type_checking_impl = check_unless_alike
     TritonSemantic.broadcast_impl_value = broadcast_unless_alike
 
 
-def _check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Callable[..., Any]) -> None:
+def _check_overflow(self, lhs, rhs, binary_op) -> None:
     scalar = lhs.type.scalar
     if scalar.int_bitwidth < 64:
         both = (side.handle.data.astype(np.int64) for side in (lhs, rhs))

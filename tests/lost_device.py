@@ -5,7 +5,6 @@ After an illegal access every further call of the process fails, and so would ev
 
 import os
 import sys
-from typing import Any
 
 import pytest
 
@@ -13,7 +12,7 @@ WORDS = ("CUDA error", "Triton Error [CUDA]")
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: Any, call: Any) -> Any:
+def pytest_runtest_makereport(item, call):
     """End the worker where the device is lost; xdist reports the test as crashed."""
     report = yield
     if report.failed and "PYTEST_XDIST_WORKER" in os.environ and is_lost(report.longreprtext):

@@ -2,7 +2,6 @@
 
 import random
 from contextlib import contextmanager
-from typing import Any
 
 from sfi_core.state.side_stream import RING_PLACES
 from tests.fakes import RecordingObserver
@@ -14,10 +13,10 @@ class Lazy:
     places = RING_PLACES
 
     def __init__(self) -> None:
-        self.pending: list[tuple[int, Any]] = []
+        self.pending = []
         self.most = 0
 
-    def run(self, slot: int, job: Any) -> None:
+    def run(self, slot: int, job) -> None:
         self.pending.append((slot, job))
         self.most = max(self.most, len(self.pending))
 
@@ -55,7 +54,7 @@ class AnyTime(Lazy):
 class Watching(RecordingObserver):
     """Lets the side look up whenever the main stream does something."""
 
-    def __init__(self, side: Any) -> None:
+    def __init__(self, side) -> None:
         super().__init__()
         self.side = side
 

@@ -1,6 +1,5 @@
 """The bundled example with a shorter document: the same request and settings, less work."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ PROMPT = "Later, Belora hid a red lantern under the old bridge.\nQuestion: What 
 
 
 @contextmanager
-def small_example() -> Iterator[None]:
+def small_example():
     """Let commands and `load_example` have a document of three tenths of the length."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(example, "FILE", Path(folder) / "example.json")

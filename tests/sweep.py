@@ -16,17 +16,13 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from sfi_core import EngineOptions, SfiConfig, generate, slow_fast
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.generation.generate import generate
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import RESULTS, padded, prompts
 from tests.tiny_models import build
 
@@ -43,14 +39,13 @@ EVERY_STEP = SMALL.replace(budget=1, trigger_policy="always")
 SLOW_AT = list(range(0, STEPS, 3))
 
 
-def plain(model: Any, rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the new tokens of transformers' own `generate`."""
+def plain(model, rows: Sequence[Sequence[int]]) -> list[list[int]]:
     batch = padded(rows)
     output = model.generate(**batch, max_new_tokens=STEPS, do_sample=False)
     return output[:, batch["input_ids"].shape[1] :].tolist()
 
 
-def under_sfi(model: Any, rows: Sequence[Sequence[int]], config: SfiConfig) -> tuple[list[list[int]], Any]:
+def under_sfi(model, rows: Sequence[Sequence[int]], config: SfiConfig):
     """Return the tokens of `model.generate` inside `slow_fast`, and the report."""
     batch = padded(rows)
     with slow_fast(model, None, config) as session:
@@ -58,13 +53,12 @@ def under_sfi(model: Any, rows: Sequence[Sequence[int]], config: SfiConfig) -> t
     return output[:, batch["input_ids"].shape[1] :].tolist(), session.report
 
 
-def own_loop(model: Any, rows: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """Return the tokens of `sfi_core.generate` under a small budget."""
+def own_loop(model, rows: Sequence[Sequence[int]], **options) -> list[list[int]]:
     result = generate(model, None, rows, SMALL, max_new_tokens=STEPS, stop_token_ids=(), **options)
     return [request.token_ids for request in result.report.requests]
 
 
-def check(model: Any) -> list[str]:
+def check(model) -> list[str]:
     """Run a model under sfi beside transformers; return notes of what it cannot, or raise `AssertionError`."""
     rows, notes = prompts(*LENGTHS), []
     try:
@@ -97,7 +91,7 @@ def check(model: Any) -> list[str]:
     return notes
 
 
-def _same(what: str, got: Any, right: Any) -> None:
+def _same(what: str, got, right) -> None:
     assert got == right, f"{what}: {got} for {right}"
 
 
@@ -124,7 +118,7 @@ def judge(model_type: str) -> tuple[str, str]:
 
 def in_processes(names: Sequence[str], jobs: int) -> Iterator[tuple[str, str, str]]:
     """Judge each type in a process of its own, `jobs` at a time; yield its name, end and reason."""
-    running: dict[int, tuple[str, Any]] = {}
+    running = {}
     waiting = list(reversed(names))
     while waiting or running:
         while waiting and len(running) < jobs:

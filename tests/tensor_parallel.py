@@ -21,12 +21,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.train_bundled import build_tokenizer
 from sfi_cli import app
-from sfi_core import Sampling, SfiConfig, generate, load, slow_fast
+from sfi_core import EngineOptions, Sampling, SfiConfig, generate, load, slow_fast
 from sfi_core.distributed.ranks import ALONE, Ranks, ranks_of
 from sfi_core.engine.run import Run
 from sfi_core.errors import SfiError
 from sfi_core.generation.sampling import Sampler
-from sfi_core.settings.engine import EngineOptions
 from tests.architectures import BY_LABEL, padded, prompts
 from tests.fakes import RecordingObserver
 
@@ -46,8 +45,6 @@ COMMANDS = SfiConfig(recent=8, budget=12, t_max=2)
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: the model's label, the settings, and options of `generate`."""
-
     model: str
     config: SfiConfig = CONFIG
     options: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +70,6 @@ CASES = {
 
 
 def save_models(folder: Path) -> None:
-    """Write the tiny checkpoints that the ranks load."""
     more = {name: {**MORE_HEADS} for name in MODELS}
     more["odd"] = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}
     for label, settings in more.items():
@@ -88,12 +84,12 @@ def save_models(folder: Path) -> None:
     _save(twin, folder / "llama-trained-on")
 
 
-def _save(model: Any, folder: Path) -> None:
+def _save(model, folder: Path) -> None:
     model.save_pretrained(folder)
     build_tokenizer(512).save_pretrained(folder)
 
 
-def complete(case: Case, model: Any) -> dict[str, Any]:
+def complete(case: Case, model) -> dict:
     """Run a case; return its tokens, its slow steps and the positions of every selection by KV head."""
     seen = RecordingObserver()
     rows = prompts(*LENGTHS)
@@ -116,7 +112,7 @@ def complete(case: Case, model: Any) -> dict[str, Any]:
     }
 
 
-def every_case(folder: Path) -> dict[str, Any]:
+def every_case(folder: Path) -> dict:
     """Run all cases, each model loaded once."""
     models: dict[str, Any] = {}
     found = {}
@@ -133,7 +129,7 @@ def every_refusal(folder: Path) -> dict[str, str]:
     rank = int(os.environ["RANK"])
     model, _ = load(str(folder / "llama"), device="cpu")
 
-    def run(rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options: Any) -> None:
+    def run(rows: Sequence[Sequence[int]] = ((1, 2, 3),), config: SfiConfig = CONFIG, **options) -> None:
         generate(model, None, rows, config, stop_token_ids=(), **{"max_new_tokens": 4, **options})
 
     def broken() -> None:

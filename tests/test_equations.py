@@ -1,7 +1,4 @@
-"""Each equation of the paper has exactly one home: a docstring whose first line cites it.
-
-The first line ends with `(Eq. 6)`, `(Eqs. 17-18)` or `(Eqs. 1 and 25)`.
-"""
+"""Each equation of the paper has exactly one home: a docstring whose first line cites it, as `(Eqs. 17-18)`."""
 
 import ast
 import re
@@ -69,7 +66,6 @@ def test_each_algorithm_has_one_home(algorithm: str, package: str):
 
 
 def test_the_table_in_the_docs_names_every_home():
-    """docs/equations.md: equation, function, file."""
     text = (ROOT / "docs/equations.md").read_text()
     listed = {
         number: sorted(f"{file}:{name.split('.')[-1]}" for name in re.findall(r"`(.+?)`", function))

@@ -162,13 +162,8 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
     assert set(pages) == {
-        "front-240.md",
-        "apart-240.md",
-        "ablation-240.md",
-        "granularity-240.md",
-        "stability.md",
-        "tasks.md",
-    }
+        "front-240.md", "apart-240.md", "ablation-240.md", "granularity-240.md", "stability.md", "tasks.md",
+    }  # fmt: skip
     assert all(f"| {label} | " in pages["apart-240.md"] for label in ("best", "each"))
     assert "| short | " in pages["ablation-240.md"]
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"

@@ -4,7 +4,6 @@ A config's own class gives its fields; `SIZES` makes them small by name, `SPECIA
 """
 
 import math
-from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
@@ -13,7 +12,7 @@ VOCABULARY = 300
 DEPTH = 4
 # kept out of a config that has none by default
 WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size", "attention_window_size")
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "eod_token_id": 2,
     "forced_eos_token_id": None, "unpadded_vocab_size": VOCABULARY,
     "sep_token_id": 2, "tie_word_embeddings": False,  # a tied random model says its last token again and again
@@ -69,7 +68,7 @@ GEMMA4 = {
     "num_kv_shared_layers": 2, "layer_types": ALTERNATE,
 }  # fmt: skip
 # by model type: the settings that its config needs besides, or that show what is special about it
-SPECIAL: dict[str, dict[str, Any]] = {
+SPECIAL = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {"layer_types": ALTERNATE, "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]} for kind in ALTERNATE}},
@@ -94,7 +93,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def small(config: Any) -> dict[str, Any]:
+def small(config) -> dict:
     """Return the settings that make a config's model tiny."""
     known = {*config.to_dict(), *type(config).attribute_map}
     settings = {name: value for name, value in SIZES.items() if name in known}
@@ -114,8 +113,7 @@ def small(config: Any) -> dict[str, Any]:
     return settings
 
 
-def build(model_type: str, **more: Any) -> Any:
-    """Make a type's tiny model, float32, the same every time."""
+def build(model_type: str, **more):
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     text = default.get_text_config(decoder=True)
@@ -132,7 +130,7 @@ def build(model_type: str, **more: Any) -> Any:
 
 
 @torch.no_grad()
-def spread(model: Any) -> Any:
+def spread(model):
     """Draw weights so large that every layer adds something; with fresh ones all logits are nearly tied."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

@@ -1,8 +1,5 @@
 """A store, by default of two tiers, and, beside it, plain tensors of what it was given."""
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from sfi_core.state.side_stream import SideStream
@@ -18,21 +15,14 @@ SIDES = {"in order": SideStream, "lazy": Lazy, "random": lambda: AnyTime(3)}
 class Written:
     """A store and, beside it, plain tensors of what was appended to each request."""
 
-    def __init__(
-        self,
-        side: Any = None,
-        resident: Sequence[int] = (),
-        store: Any = None,
-        dtype: Any = torch.float32,
-        **options: Any,
-    ) -> None:
+    def __init__(self, side=None, resident=(), store=None, dtype=torch.float32, **options) -> None:
         options = {"page_size": N, "ring_pages": RING, **options}
         heads = None if not resident else lambda layer, heads: resident
         self.store = store or TwoTierStore(B, CAPACITY, side=side, resident=heads, **options)
         self.keys = [torch.empty(H, 0, D, dtype=dtype) for _ in range(B)]
         self.values = [torch.empty(H, 0, E, dtype=dtype) for _ in range(B)]
 
-    def append(self, *count: int, into: Sequence[Any] = (), layer: int = 0) -> None:
+    def append(self, *count: int, into=(), layer: int = 0) -> None:
         """Append `count[b]` tokens to request b of the store and of others, left-padded with NaN."""
         key, value = (torch.full((B, H, max(count), X), torch.nan, dtype=self.keys[0].dtype) for X in (D, E))
         start = [rows.shape[1] for rows in self.keys]
@@ -45,7 +35,6 @@ class Written:
             store.append(layer, key, value, int32(start), int32(count), start, count)
 
     def assert_found(self, layer: int = 0) -> None:
-        """Read every token by every way there is, and compare."""
         for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
             for head in (None, *range(H)):
                 heads = slice(None) if head is None else slice(head, head + 1)
@@ -56,7 +45,7 @@ class Written:
             torch.testing.assert_close(norms.double(), key.double().norm(dim=-1), rtol=1e-6, atol=0)
 
 
-def joined(blocks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def joined(blocks) -> tuple[torch.Tensor, torch.Tensor]:
     """Join blocks; their buffers are used again, so that each is copied when it comes."""
     found, end = [], 0
     for start, key, value in blocks:

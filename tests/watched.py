@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from sfi_core.engine.layer import Layer
+from sfi_core import SfiConfig, slow_fast
 from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.decoder import Decoder
-from sfi_core.hosts.transformers.slow_fast import slow_fast
-from sfi_core.settings.config import SfiConfig
 from tests.core.conftest import TINY
 from tests.fakes import RecordingObserver
 
@@ -20,7 +18,7 @@ VOCAB, H, G, LAYERS = 96, 4, 2, (0, 1)
 
 
 @cache
-def four_heads() -> Any:
+def four_heads():
     """Make a random model of 4 KV heads, so that clusters can be of different sizes."""
     torch.manual_seed(3)
     sizes = {**TINY, "hidden_size": 64, "num_attention_heads": H * G, "num_key_value_heads": H}
@@ -80,7 +78,7 @@ class Watch:
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], list[Seen]] = {}
 
-    def see(self, layer: Layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+    def see(self, layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         run = layer.run
         for row, one in enumerate(layer.batch_pass.passes):
             state = run.requests[row]

@@ -1,5 +1,3 @@
-"""Running `sfi` in a process of its own."""
-
 import os
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def command() -> list[str]:
-    """The command line, from this checkout, installed or not."""
     return [sys.executable, "-c", "from sfi_cli.app import main; main()"]
 
 

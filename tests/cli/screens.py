@@ -11,11 +11,9 @@ import subprocess
 import sys
 import termios
 import time
-from typing import Self
 from xml.etree import ElementTree as ET
 
 import pytest
-from textual.app import App
 
 from sfi_cli.app import main
 
@@ -23,7 +21,7 @@ CELL = 12.2  # width of a column in Rich's SVG
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[=>()].?|[\r\n\b]|[^\x1b\r\n\b]+")
 
 
-def screen(app: App) -> list[str]:
+def screen(app) -> list[str]:
     """Return the lines of the screen, without blanks at their ends; not its colors and ids, which change."""
     svg = ET.fromstring(app.export_screenshot(simplify=True))  # noqa: S314 - our own
     width, height = app.size
@@ -95,7 +93,7 @@ class Terminal:
         )  # fmt: skip
         self.shown = ""
 
-    def __enter__(self) -> Self:
+    def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,6 +1,5 @@
-"""`sfi eval` on the bundled checkpoint: what it writes, shows, refuses and goes on with."""
-
 import json
+import sys
 from collections import Counter
 from functools import partial
 from importlib.util import find_spec
@@ -10,7 +9,8 @@ import pytest
 
 from sfi_cli.commands.evaluate import METHODS as DEFAULT_METHODS
 from sfi_core.bundled.example import draw
-from sfi_core.errors import ConfigError, InputError, MemoryForecastError
+from sfi_core.errors import BackendError, ConfigError, InputError, MemoryForecastError
+from sfi_core.measure.evaluation import lm_eval_run
 from sfi_core.measure.evaluation import samples as sample_rows
 from sfi_core.measure.evaluation.grid import Method
 from sfi_core.measure.evaluation.samples import SampleRows
@@ -34,7 +34,6 @@ def samples(folder):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A small run that nothing has interrupted."""
     folder = tmp_path_factory.mktemp("eval") / "whole"
     result = call(*SMALL, *METHODS, "-o", folder, "--json")
     assert result.exit_code == 0
@@ -120,16 +119,13 @@ def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
     assert [row["failed"] for row in document["rows"]] == [0] * 5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--samples", "3"], "resume must keep the folder's samples 2, got 3"),
-        (["--share", "0.1"], r"resume must keep the folder's share 0\.2,0\.5, got 0\.1"),
-        (["--model", "other"], "resume must keep the folder's model None, got other"),
-        (["--method", "sfi"], "resume must keep the folder's method full-kv,wide=.*, got sfi"),
-        (["--fidelity", "a.txt"], "resume must keep the folder's fidelity None, got a.txt"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--samples", "3"], "resume must keep the folder's samples 2, got 3"),
+    (["--share", "0.1"], r"resume must keep the folder's share 0\.2,0\.5, got 0\.1"),
+    (["--model", "other"], "resume must keep the folder's model None, got other"),
+    (["--method", "sfi"], "resume must keep the folder's method full-kv,wide=.*, got sfi"),
+    (["--fidelity", "a.txt"], "resume must keep the folder's fidelity None, got a.txt"),
+])  # fmt: skip
 def test_resume_refuses_another_request(whole, arguments, message):
     with pytest.raises(ConfigError, match=message):
         call("-o", whole[0], "--resume", *arguments)
@@ -153,20 +149,17 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
         call(*SMALL, "-o", whole[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--method", "sfl"], r"unknown policy 'sfl'; did you mean 'sfi'\? expected one of"),
-        (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
-        (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
-        (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
-        (["--set", "eval.windows=0"], "eval.windows must be at least 1, got 0"),
-        (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
-        (["--resume"], "resume must come with --output DIR, got none"),
-        (["--plot", "a.png", "--fidelity", "a.txt"], "plot shows scores and must come with --task"),
-        (["--plot", "a.pdf"], r"plot must end in one of \('.png', '.svg'\), got a.pdf"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--method", "sfl"], r"unknown policy 'sfl'; did you mean 'sfi'\? expected one of"),
+    (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
+    (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
+    (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
+    (["--set", "eval.windows=0"], "eval.windows must be at least 1, got 0"),
+    (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
+    (["--resume"], "resume must come with --output DIR, got none"),
+    (["--plot", "a.png", "--fidelity", "a.txt"], "plot shows scores and must come with --task"),
+    (["--plot", "a.pdf"], r"plot must end in one of \('.png', '.svg'\), got a.pdf"),
+])  # fmt: skip
 def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(core_model, "load", None)
@@ -175,15 +168,12 @@ def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
-        (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
-        (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
-        (["--resume"], "results folder .*/results must hold an evaluation, got none to go on with"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
+    (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
+    (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
+    (["--resume"], "results folder .*/results must hold an evaluation, got none to go on with"),
+])  # fmt: skip
 def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
     (tmp_path / "text.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
     filled = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
@@ -256,3 +246,88 @@ def test_the_plot_is_drawn_from_a_folder(whole, tmp_path):
     assert "<!-- wide -->" in path.read_text()
     with pytest.raises(ConfigError, match="exists; add --force to overwrite it"):
         call("-o", whole[0], "--resume", "--plot", path)
+
+
+INSTALLED = find_spec("lm_eval") is not None and find_spec("accelerate") is not None
+needs_it = pytest.mark.skipif(not INSTALLED, reason="the eval extra is not installed")
+TASK = """task: tiny_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/tiny.jsonl}}, cache_dir: {folder}/cache}}
+test_split: test
+doc_to_text: "{{{{q}}}}"
+output_type: multiple_choice
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{a}}}}"
+metric_list: [{{metric: acc}}]
+"""
+
+
+harness = partial(raising, "lm-eval")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of one task; lm-eval's own thousands, which take seconds to index, are left out."""
+    from lm_eval import tasks  # noqa: PLC0415 - an extra
+
+    monkeypatch.setattr(tasks, "TaskManager", partial(tasks.TaskManager, include_defaults=False))
+    story = "Belora hid a red lantern under the old bridge. Belora hid"
+    row = {"q": story, "choices": [" a red lantern", " a green map"], "a": 0}
+    (tmp_path / "tiny.jsonl").write_text(json.dumps(row))
+    (tmp_path / "tiny.yaml").write_text(TASK.format(folder=tmp_path))
+    return tmp_path
+
+
+@needs_it
+def test_a_task_runs_on_the_bundled_model_and_its_results_say_what_was_read(folder):
+    before = sys.argv
+    result = harness(
+        "--model_args", "policy=streaming-llm,budget=4,recent=4,device=cpu", "--tasks", "tiny_choice",
+        "--include_path", folder, "--output_path", folder / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "|tiny_choice|" in result.stdout
+    (file,) = (folder / "out").rglob("results_*.json")
+    found = json.loads(file.read_text())["config"]["sfi"]
+    assert (found["policy"], found["config"]["budget"]) == ("streaming-llm", 4)
+    assert 0 < found["read_ratio"] < 1
+    assert sys.argv is before
+
+
+@needs_it
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--model", "sfi", "--tasks", "tiny_choise"], "lm-eval: Tasks not found: tiny_choise"),
+    (["--model", "sfy", "--tasks", "tiny_choice"], "lm-eval: .*sfy"),
+    (["--model", "sfi", "--model_args", "bugdet=3", "--tasks", "tiny_choice"], "bugdet"),
+])  # fmt: skip
+def test_a_mistake_is_one_line(folder, arguments, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        harness(*arguments, "--include_path", folder)
+    assert "\n" not in str(caught.value)
+
+
+@needs_it
+def test_help_before_a_command_is_ours_and_after_it_lm_evals():
+    assert "sfi lm-eval run --help" in harness("--help").stdout
+    assert "lm-eval run --model <model>" in harness("run", "--help").stdout
+
+
+def test_without_lm_eval_the_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(lm_eval_run, "find_spec", lambda _: None)
+    with pytest.raises(BackendError, match=r"needs lm_eval.*pip install .*\[eval\]"):
+        harness("--model", "sfi")
+
+
+@pytest.mark.parametrize(("words", "wanted"), [
+    (["--tasks", "x"], ["run", "--model", "sfi", "--tasks", "x"]),
+    (["run", "-t", "x"], ["run", "--model", "sfi", "-t", "x"]),
+    *(
+        (words, words)
+        for words in (
+            [], ["run"], ["ls", "tasks"], ["validate", "--tasks", "x"], ["run", "-h"], ["run", "--model=hf"],
+            ["-M", "hf", "-t", "x"], ["run", "--config", "file.yaml"],
+        )
+    ),
+])  # fmt: skip
+def test_a_run_is_of_our_model_unless_it_names_one(words, wanted):
+    assert lm_eval_run.with_model(words) == wanted

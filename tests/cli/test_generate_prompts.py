@@ -27,7 +27,6 @@ MARK = b"\xef\xbb\xbf"  # a byte order mark
 
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
-    """Its three tokens went into a prompt; --batch and --config were refused."""
     file = tmp_path / "file"
     for data, read, found in (
         ("Once", lambda: read_prompts(None, file, None).entries, ["Once"]),
@@ -42,7 +41,6 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
 
 
 def test_stdin_of_another_encoding_is_refused_in_one_line(monkeypatch):
-    """It was a traceback."""
     for source in (("-", None), (None, Path("-"))):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 au lait"), "utf-8"))
         with pytest.raises(InputError, match=r"^stdin is not UTF-8: invalid continuation byte at byte 3$"):
@@ -88,13 +86,11 @@ def test_quiet_says_nothing_of_the_plan(tmp_path):
 
 
 def answers(file: Path) -> dict[object, dict]:
-    """The answers of a file by id, or else by line."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[:-1]]
     return {row["line"] if row["id"] is None else row["id"]: row for row in rows}
 
 
 def test_a_batch_s_answers_are_written_by_line_and_resumed(tmp_path, monkeypatch):
-    """A line separator within a string was an end of line."""
     batch, file, other = (tmp_path / name for name in ("batch.jsonl", "out.jsonl", "other.jsonl"))
     hot = {"temperature": 1.5}
     lines = [
@@ -181,19 +177,15 @@ def test_a_malformed_batch_names_file_and_line(tmp_path, line, words):
         assert error.endswith(f": max_new_tokens must be a positive number, got {words}\n")
 
 
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'? expected one of ('prompt', "),
-        ({"temperature": -1}, "temperature must be at least 0, got -1"),
-        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
-        ({"id": []}, "id must be a text or a number, got []"),
-        ({"id": 1}, "id must be of one line, got that of line 1"),
-        ({"messages": [{}]}, 'must hold a non-empty "prompt" or "messages", got '),
-    ],
-)
+@pytest.mark.parametrize(("keys", "told"), [
+    ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'? expected one of ('prompt', "),
+    ({"temperature": -1}, "temperature must be at least 0, got -1"),
+    ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+    ({"id": []}, "id must be a text or a number, got []"),
+    ({"id": 1}, "id must be of one line, got that of line 1"),
+    ({"messages": [{}]}, 'must hold a non-empty "prompt" or "messages", got '),
+])  # fmt: skip
 def test_what_a_line_cannot_say_is_refused_by_name(tmp_path, keys, told):
-    """Unknown keys were dropped without a word."""
     file = tmp_path / "batch.jsonl"
     file.write_text('{"prompt": "x", "id": 1}\n' + json.dumps({"prompt": "y", **keys}))
     with pytest.raises(InputError, match=re.escape(f"{file}, line 2: {told}")):
@@ -201,7 +193,6 @@ def test_what_a_line_cannot_say_is_refused_by_name(tmp_path, keys, told):
 
 
 def test_a_pipe_is_the_prompt_and_an_empty_one_is_not(monkeypatch):
-    """Piped text was ignored, and the bundled example decoded instead."""
     for data, found in ((b"Once", ["Once"]), (b"", [load_example().prompt])):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
         assert read_prompts(None, None, None).entries == found

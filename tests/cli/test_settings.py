@@ -1,22 +1,26 @@
-"""`--set`, `--config`, and `sfi config list`."""
-
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sfi_cli import app as cli
+from sfi_cli.__main__ import main
 from sfi_cli.settings import COMMANDS, SETTINGS, TABLES, TraceTable, given, settings_for, value_of, written
+from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig
 from sfi_core.errors import ConfigError, InputError, SfiError
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
+from sfi_core.measure.doctor import _prompts, checks
+from tests.cli.trace_commands import sfi
 
 
 def message(*arguments: str) -> str:
-    """Run a command that ends with one line about a setting."""
     result = CliRunner().invoke(cli.app, list(arguments))
     assert isinstance(result.exception, SfiError), result.output
     assert (result.exception.exit_code, result.stdout) == (2, "")
@@ -24,23 +28,13 @@ def message(*arguments: str) -> str:
     return str(result.exception)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("t_max=32", 32),
-        (" t_max = 32 ", 32),
-        ("recent_mode=sliding", "sliding"),
-        ('recent_mode="sliding"', "sliding"),
-        ('triggers=[".", "\\n"]', (".", "\n")),
-        ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)),
-        ("dense_layers=[2, 1]", (2, 1)),
-        ("dense_layers=[]", ()),
-        ("trigger_token_ids=none", None),
-        ("freekv.tau=-1", -1.0),
-        ("selector.alpha=0.7", 0.7),
-        ("baseline.page=8", 8),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), [
+    ("t_max=32", 32), (" t_max = 32 ", 32), ("recent_mode=sliding", "sliding"),
+    ('recent_mode="sliding"', "sliding"), ('triggers=[".", "\\n"]', (".", "\n")),
+    ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)), ("dense_layers=[2, 1]", (2, 1)), ("dense_layers=[]", ()),
+    ("trigger_token_ids=none", None), ("freekv.tau=-1", -1.0), ("selector.alpha=0.7", 0.7),
+    ("baseline.page=8", 8),
+])  # fmt: skip
 def test_set_reads_values_by_the_setting_s_type(text: str, value: object):
     config = given("generate", sets=[text]).config
     table, _, name = text.partition("=")[0].strip().rpartition(".")
@@ -62,29 +56,26 @@ def test_tables_around_the_config_are_set_too():
     assert found.config == SfiConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("t_max", "a setting must be NAME=VALUE, got 't_max'"),
-        ("t-max=4", "unknown setting 't-max'; did you mean t_max?"),
-        ("alpha=0.7", "unknown setting 'alpha'; did you mean selector.alpha?"),
-        ("qqq=1", "unknown setting 'qqq'; sfi config list has all"),
-        ("warm_up=1", "unknown setting 'warm_up'; "),
-        ("bench.warm_up=1", "bench.warm_up has no effect here, only on sfi bench"),
-        ("t_max=many", "t_max must be int, got 'many'"),
-        ("t_max=none", "t_max must be int, got 'none'"),
-        ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
-        ("t_max=-1", "t_max must be at least 0, got -1"),
-        ("recent_mode=x", "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
-        ("engine.overlap=yes", "engine.overlap must be true or false, got 'yes'"),
-        ("engine.backend=cuda", "unknown engine.backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
-        ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),
-        ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
-        ("triggers=.", "triggers must be a list of str, got '.'"),
-        ("baseline.page=0", "baseline.page must be at least 1, got 0"),
-        ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("t_max", "a setting must be NAME=VALUE, got 't_max'"),
+    ("t-max=4", "unknown setting 't-max'; did you mean t_max?"),
+    ("alpha=0.7", "unknown setting 'alpha'; did you mean selector.alpha?"),
+    ("qqq=1", "unknown setting 'qqq'; sfi config list has all"),
+    ("warm_up=1", "unknown setting 'warm_up'; "),
+    ("bench.warm_up=1", "bench.warm_up has no effect here, only on sfi bench"),
+    ("t_max=many", "t_max must be int, got 'many'"),
+    ("t_max=none", "t_max must be int, got 'none'"),
+    ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
+    ("t_max=-1", "t_max must be at least 0, got -1"),
+    ("recent_mode=x", "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
+    ("engine.overlap=yes", "engine.overlap must be true or false, got 'yes'"),
+    ("engine.backend=cuda", "unknown engine.backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+    ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),
+    ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
+    ("triggers=.", "triggers must be a list of str, got '.'"),
+    ("baseline.page=0", "baseline.page must be at least 1, got 0"),
+    ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
+])  # fmt: skip
 def test_a_wrong_setting_is_one_line(text: str, words: str):
     with pytest.raises(ConfigError) as caught:
         given("generate", sets=[text])
@@ -156,20 +147,17 @@ def test_a_setting_and_its_option_do_not_come_together():
     assert words == "budget must be given once, got budget=... and its own option"
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("[engine]\noverlap = 3\n", "engine.overlap must be true or false, got 3"),
-        ("[engine]\noverlapp = true\n", "unknown setting 'engine.overlapp'; did you mean engine.overlap?"),
-        ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
-        ("engine = 3\n", "unknown setting 'engine'; "),
-        ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
-        ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
-        ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
-        ('budget = "many"\n', "budget must be int, got 'many'"),
-        ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ("[engine]\noverlap = 3\n", "engine.overlap must be true or false, got 3"),
+    ("[engine]\noverlapp = true\n", "unknown setting 'engine.overlapp'; did you mean engine.overlap?"),
+    ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
+    ("engine = 3\n", "unknown setting 'engine'; "),
+    ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
+    ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
+    ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
+    ('budget = "many"\n', "budget must be int, got 'many'"),
+    ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
+])  # fmt: skip
 def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path: Path):
     file = tmp_path / "wrong.toml"
     file.write_text(content)
@@ -246,3 +234,78 @@ def test_all_effective_settings_are_toml_with_their_origin(tmp_path: Path):
     rows = json.loads(CliRunner().invoke(cli.app, ["config", "show", *asked, "--json"]).stdout)["settings"]
     assert [row["name"] for row in rows] == [*SETTINGS]
     assert {"name": "budget", "value": 16, "origin": "--set"} in rows
+
+
+def test_help_imports_neither_torch_nor_transformers(environment):
+    code = (
+        "import sys\n"
+        "from sfi_cli.app import app\n"
+        "try:\n    app(['generate', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert not {'torch', 'transformers', 'pyarrow'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
+
+
+def test_version_is_printed():
+    assert sfi("--version") == (0, "sfi 0.1.0\n", "")
+
+
+def test_doctor_names_a_dtype_in_which_attention_to_prompts_breaks(monkeypatch):
+    def broken(query, *_, **options):
+        return query * (torch.nan if query.dtype == torch.bfloat16 else 1)
+
+    monkeypatch.setattr("sfi_core.measure.doctor.scaled_dot_product_attention", broken)
+    brain, half = _prompts()
+    assert (brain.ok, half.ok) == (False, True)
+    assert brain.detail == "PyTorch's attention gives NaN or infinity here; load models in float32"
+
+
+def test_doctor_tries_the_backends(monkeypatch):
+    monkeypatch.setattr("sfi_core.measure.doctor.checks", cache(checks))
+    text = CliRunner().invoke(cli.app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "backend torch   ok" in text
+    result = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    document = json.loads(result.stdout)
+    found = {check["name"]: check["ok"] for check in document["checks"]}
+    assert result.exit_code == 0
+    assert found["backend torch"] is True
+    assert found["prompt bfloat16"] is found["prompt float16"] is True
+    assert {"machine", "versions", "triggers"} <= set(document)
+    assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
+
+
+class Interrupted:
+    def __getattr__(self, name: str) -> None:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["command line", "arguments", "command", "library"])
+def test_ctrl_c_while_loading_is_one_line(monkeypatch, capsys, stage):
+    def interrupted(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    def half_imported(*_: object, **__: object) -> None:
+        try:
+            interrupted()
+        except KeyboardInterrupt as error:
+            raise ModuleNotFoundError("Could not import module 'AutoModel'") from error
+
+    if stage == "command line":
+        monkeypatch.setitem(sys.modules, "sfi_cli.app", Interrupted())
+    elif stage == "arguments":
+        monkeypatch.setattr("typer.core.TyperGroup.make_context", interrupted)
+    else:
+        ends = interrupted if stage == "command" else half_imported
+        monkeypatch.setattr("sfi_core.measure.doctor.checks", ends)
+    monkeypatch.setattr(sys, "argv", ["sfi", "doctor"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+
+
+def test_advice_of_the_core_is_spelled_as_options():
+    """The rule keeps the setting's name; a setting of a table keeps its own."""
+    text = "kv_device_budget must hold 9, got 8; raise kv_device_budget, lower engine.kv_page, contexts or batches"
+    assert cli.in_options(text) == (
+        "kv_device_budget must hold 9, got 8; raise --kv-device-budget, lower engine.kv_page, --context or --batch"
+    )

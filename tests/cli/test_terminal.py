@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyarrow import parquet
@@ -172,7 +171,7 @@ def test_what_a_trace_s_commands_print_is_no_wider_than_the_terminal(recorded, m
     assert trace("replay", recorded, *grid, "--wide").stdout == plain
 
 
-def _row(names: str) -> dict[str, Any]:
+def _row(names: str) -> dict:
     return dict.fromkeys(names.split(), 12345.678)
 
 
@@ -213,8 +212,6 @@ def test_the_list_of_all_settings_is_a_screen():
 
 
 class Shown:
-    """Keeps what it is told to show."""
-
     def __init__(self) -> None:
         self.counts: list[tuple[str, int, int]] = []
 
@@ -222,7 +219,7 @@ class Shown:
         self.counts.append((phase, done, total))
 
 
-def shown(limits: list[int], **options: Any) -> Shown:
+def shown(limits: list[int], **options) -> Shown:
     progress = Shown()
     sfi_core.generate(
         tiny_qwen3(), None, [[5, 6, 7]] * len(limits), CONFIG, max_new_tokens=limits,
@@ -304,7 +301,6 @@ def through_main(monkeypatch: pytest.MonkeyPatch, *arguments: object, encoding: 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_character_that_stdout_lacks_is_escaped_as_in_json(monkeypatch, tmp_path, encoding):
-    """It was a traceback, or a sound trace was called damaged."""
     folder = make_trace(tmp_path / "run", steps=12)
     query = ("trace", "sql", folder, "select 'é \N{FOX FACE}' as x")
     code, text = through_main(monkeypatch, *query, "--json", encoding=encoding)

@@ -1,16 +1,17 @@
-"""`sfi trace export` and `sfi trace sql` from the outside."""
-
 import csv
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 from sfi_cli.commands.trace import export
 from sfi_core.errors import TraceError
+from sfi_core.models.load import load_tokenizer
 from sfi_traces.export import perfetto
 from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import trace
+from tests.traces.imports import PROMPT, STEPS, K, selection_arrays, write_npz
 from tests.traces.small import fixed_folder
 
 recorded = fixed_folder(steps=30, policy="sfi")
@@ -80,15 +81,12 @@ def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(recorde
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
-        ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
-        ("csv --table step", "unknown table 'step'; did you mean 'steps'? expected one of ('prompts', "),
-        ("perfetto --table steps", "table must come with --format csv or jsonl"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "line"), [
+    ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
+    ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
+    ("csv --table step", "unknown table 'step'; did you mean 'steps'? expected one of ('prompts', "),
+    ("perfetto --table steps", "table must come with --format csv or jsonl"),
+])  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(recorded, arguments, line):
     ended = trace("export", recorded, "--format", *arguments.split())
     assert (ended.code, ended.stdout) == (2, "")
@@ -124,14 +122,11 @@ def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
     assert trace("sql", recorded, "SELECT step FROM steps LIMIT 3").stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["SELECT nope FROM steps"], "query fails: Binder Error: Referenced column"),
-        (["SELECT 1", "--format=x"], "unknown format 'x'; expected one of ('table', 'csv', 'json')"),
-        (["SELECT 1 AS a, 2 AS a", "--json"], "columns must differ in name, got 'a' 2 times; use AS"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["SELECT nope FROM steps"], "query fails: Binder Error: Referenced column"),
+    (["SELECT 1", "--format=x"], "unknown format 'x'; expected one of ('table', 'csv', 'json')"),
+    (["SELECT 1 AS a, 2 AS a", "--json"], "columns must differ in name, got 'a' 2 times; use AS"),
+])  # fmt: skip
 def test_a_query_that_fails_is_one_line(recorded, arguments, line):
     ended = trace("sql", recorded, *arguments)
     assert (ended.code, ended.stdout) == (2, "")
@@ -151,3 +146,101 @@ def test_a_file_of_rows_is_there_when_it_is_complete(recorded, tmp_path):
     assert (ended.code, ended.stderr) == (2, line)
     assert trace("sql", recorded, "SELECT 1", "--json", "-o", path, "--force").code == 0
     assert json.loads(path.read_text())["rows"] == [{"1": 1}]
+
+
+@pytest.fixture
+def imported(tmp_path):
+    assert trace("import", write_npz(tmp_path / "a.npz"), "-o", tmp_path / "a").code == 0
+    return tmp_path / "a"
+
+
+def test_it_says_what_was_imported(tmp_path):
+    path = write_npz(tmp_path / "a.npz")
+    ended = trace("import", path, "-o", tmp_path / "a")
+    assert ended.code == 0
+    assert f"selections of a.npz: 1 request, {STEPS} steps, 3 layers" in ended.stderr
+    assert "the file has no masses" in ended.stderr
+    assert "must" not in ended.stderr
+    again = trace("import", path, "-o", tmp_path / "a")
+    assert (again.code, again.stderr.count("\n")) == (2, 1)
+    document = json.loads(trace("import", path, "-o", tmp_path / "a", "--force", "--json").stdout)
+    assert document["imported"] == {
+        "file": "a.npz", "version": 1, "kind": "selections", "masses": False, "block_size": None,
+    }  # fmt: skip
+    assert document["tables"]["steps"] == STEPS
+
+
+def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
+    tokenizer = load_tokenizer()
+    ids = tokenizer("One two. Three four five. Six!", add_special_tokens=False)["input_ids"][:STEPS]
+    arrays = selection_arrays()
+    path = write_npz(
+        tmp_path / "a.npz", token_ids=np.array(ids), trigger_token_ids=None, positions=arrays["positions"][: len(ids)]
+    )
+    from sfi_core.models.load import BUNDLED  # noqa: PLC0415
+
+    assert trace("import", path, "-o", tmp_path / "a", "--tokenizer", BUNDLED).code == 0
+    document = json.loads(trace("show", tmp_path / "a", "--json").stdout)
+    assert "." in {one["token_text"] for one in document["triggers"]}
+    ended = trace("replay", tmp_path / "a", "--trigger", ".", "--json")
+    assert [row["policy"] for row in json.loads(ended.stdout)["rows"]] == ["boundary"]
+
+
+def test_every_reader_takes_it(imported, tmp_path):
+    shown = trace("show", imported, "--full").stdout
+    assert f"selections of a.npz, up to {K} positions" in shown
+    assert "Overlap coefficient of consecutive supports" in shown
+    assert "not recorded: retained mass, output error, query cosine\n" in shown
+    assert "Time of a step" not in shown
+    checked = trace("check", imported)
+    assert (checked.code, checked.stdout.splitlines()[-1]) == (0, "sound")
+    assert trace("diff", imported, imported).code == 0
+    assert "3" in trace("sql", imported, "SELECT count(*) FROM supports WHERE step = 0").stdout
+    assert trace("report", imported, "-o", tmp_path / "a.html").code == 0
+    page = (tmp_path / "a.html").read_text()
+    assert f"Imported selections of up to {K} positions" in page
+    assert "nan ms" not in page
+    assert trace("plot", imported, "-o", tmp_path / "plots", "--kind", "heatmap").code == 0
+
+
+def test_a_step_read_its_own_selection_and_what_has_no_mass_shows_none(tmp_path):
+    texts = {"prompt_token_texts": np.array([" p"] * PROMPT), "token_texts": np.array([" x"] * STEPS)}
+    trace("import", write_npz(tmp_path / "a.npz", **texts), "-o", tmp_path / "a")
+    found = json.loads(trace("show", tmp_path / "a", "--step", "5", "--json").stdout)
+    read = found["passages"]
+    assert {one["part"] for one in read} == {"selected"}
+    own = set(selection_arrays()["positions"][5].ravel().tolist())
+    assert sum(one["tokens"] for one in read) == len(own)
+    assert (found["refreshed"], found["notes"], found["missed"]) == ([5], [], [])
+    assert found["audited"] == []
+    assert {one["mass"] for one in read} == {None}
+    shown = trace("show", tmp_path / "a", "--step", "5").stdout
+    assert "Passages that it read" in shown
+    for words in ("all hold", "audited", "--audit", "of all that it read"):
+        assert words not in shown
+
+
+def test_intervals_are_replayed_without_being_asked_for(imported):
+    rows = json.loads(trace("replay", imported, "--json").stdout)["rows"]
+    assert [row["every"] for row in rows] == [1, 2, 4, 8, 16]
+    assert [row["runs"] for row in rows] == [12, 6, 3, 2, 1]
+    assert rows[0]["recall"] is None
+    assert all(0 < row["recall"] < 1 for row in rows[1:])
+    text = trace("replay", imported, "--refresh-every", "2,3").stdout
+    assert "every 3 steps" in text
+    assert "mass: not recorded." in text
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--refresh-every", "0"), "refresh-every must be at least 1"),
+    (("--refresh-every", "x"), "refresh-every must be whole numbers"),
+    (("--budget", "4"), "budget must come without --refresh-every"),
+    (("--against", "x"), "against needs a recorded run's memory"),
+    (("--play", "--refresh-every", "2"), "play shows the run as it was"),
+    (("--trigger", "."), "has no text of its tokens"),
+])  # fmt: skip
+def test_what_an_import_cannot_be_asked_is_refused(imported, arguments, words):
+    ended = trace("replay", imported, *arguments)
+    assert ended.code in (2, 3)
+    assert words in ended.stderr
+    assert ended.stderr.count("\n") == 1

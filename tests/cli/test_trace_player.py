@@ -8,11 +8,9 @@ import os
 import signal
 import sys
 import termios
-from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pytest
-from textual.pilot import Pilot
 from textual.widgets import Input
 
 from sfi_cli.commands.trace.replay.player import BACKGROUND, FASTEST, PlayerApp, text_around
@@ -29,9 +27,7 @@ from tests.traces.small import fixed_trace, redact
 trace = fixed_trace(policy="sfi")
 
 
-def play(trace: Trace, check: Callable[[PlayerApp, Pilot], Awaitable[None]], size=(100, 24), **options) -> None:
-    """Run the player without a terminal, and a check in it."""
-
+def play(trace: Trace, check, size=(100, 24), **options) -> None:
     async def run() -> None:
         app = PlayerApp(playable(trace, **options))
         async with app.run_test(size=size) as pilot:

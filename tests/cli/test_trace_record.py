@@ -1,12 +1,9 @@
-"""`sfi trace record` and `sfi generate --trace` from the outside."""
-
 import json
 import os
 import shutil
 import signal
 import sys
 import time
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -15,8 +12,7 @@ from sfi_cli.app import main
 from sfi_cli.commands.trace import record
 from sfi_core.errors import BackendError
 from sfi_core.models.load import BUNDLED
-from sfi_traces import report
-from sfi_traces.model.trace import Trace
+from sfi_traces import Trace, report
 from sfi_traces.record import writer
 from tests.cli.trace_commands import sfi as inside
 
@@ -25,7 +21,7 @@ SHORT = ("-n", "12", "--budget", "8", "--recent", "4", "--t-max", "4")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory) -> tuple[Path, dict]:
+def recorded(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trace") / "run"
     code, stdout, stderr = inside(
         "trace", "record", PROMPT, "-o", str(folder), "--audit", "2", "--set", "audit.top=16", "--json", *SHORT
@@ -95,14 +91,11 @@ def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("generate x --audit 1", "--audit needs a trace to write to; add --trace DIR"),
-        ("generate x --set audit.top=8", "audit.top must come with --audit N, got it alone"),
-        ("trace record x -o T --audit 0", "audit.every must be positive, got 0"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("generate x --audit 1", "--audit needs a trace to write to; add --trace DIR"),
+    ("generate x --set audit.top=8", "audit.top must come with --audit N, got it alone"),
+    ("trace record x -o T --audit 0", "audit.every must be positive, got 0"),
+])  # fmt: skip
 def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert inside(*arguments.split()) == (2, "", f"error: {message}\n")

@@ -1,14 +1,13 @@
-"""`sfi trace replay`: tables, JSON, and what is refused."""
-
 import json
 import shutil
 
 import pytest
 
 from sfi_core.errors import ConfigError
-from tests.cli.trace_commands import ways
+from sfi_traces.model.trace import Trace
+from tests.cli.trace_commands import trace, ways
 from tests.traces.made import CONFIG, make_trace
-from tests.traces.small import change_manifest, fixed_folder
+from tests.traces.small import change_manifest, fixed_folder, rows, write_part
 
 full = fixed_folder(requests=2, seed=1)
 real = fixed_folder(requests=2, seed=2, policy="sfi")
@@ -106,23 +105,20 @@ def test_a_prediction_beside_another_run(full, real):
     assert f"{measured:.3f}" in next(line for line in text.splitlines() if "measured  " in line)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
-        (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
-        (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-        (["--set=stride=4"], ConfigError, "must come with --trigger-policy stride, got boundary"),
-        (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
-        (["--set=trigger_seed=1"], ConfigError, "must come with --trigger-policy random"),
-        (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-        (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
-        (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
-        (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
-        (["--play", "-o", "x"], ConfigError, "must come without other settings"),
-        (["--play"], ConfigError, "play must be in a terminal; sfi trace show --step N prints a step"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "kind", "message"), [
+    (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
+    (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
+    (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
+    (["--set=stride=4"], ConfigError, "must come with --trigger-policy stride, got boundary"),
+    (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
+    (["--set=trigger_seed=1"], ConfigError, "must come with --trigger-policy random"),
+    (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
+    (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
+    (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
+    (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
+    (["--play", "-o", "x"], ConfigError, "must come without other settings"),
+    (["--play"], ConfigError, "play must be in a terminal; sfi trace show --step N prints a step"),
+])  # fmt: skip
 def test_bad_options_are_refused(full, arguments, kind, message):
     error = refused(full, *arguments)
     assert isinstance(error, kind)
@@ -134,3 +130,59 @@ def test_the_data_may_go_to_a_file(full, tmp_path):
     result = invoke(full, "--json", "-o", str(path))
     assert result.stdout == ""
     assert json.loads(path.read_text()) == document(full)
+
+
+recorded = fixed_folder(steps=30, policy="sfi")
+
+
+@pytest.fixture
+def other(tmp_path):
+    return make_trace(tmp_path / "other", steps=40, seed=3, config=CONFIG | {"budget": 30})
+
+
+def part_ways(trace, text: str) -> None:
+    steps = rows(Trace.open(trace), "steps")
+    steps[5] |= {"token_id": 8, "token_text": text}
+    write_part(trace, "steps", steps)
+
+
+def test_diff_shows_what_its_document_says(recorded, other):
+    ended = trace("diff", recorded, other)
+    document = json.loads(trace("diff", recorded, other, "--json").stdout)
+    assert (ended.code, ended.stderr) == (0, "")
+    for words in (
+        f"A  {recorded}\nB  {other}\n",
+        "budget: 20 in A, 30 in B",
+        "policy: sfi in A, full-kv in B",
+        "request 0: 100.0% of the first 30 tokens are equal (30 in A, 40 in B)",
+        "slow in B only, among the first 30 steps: 1 2 3 4 5 6 7 8 9 11 12 13 14 15 16 17 ...",
+        f"{document['ratios']['read_ratio']:.2f}x",
+        f"{document['supports']['overlap']['mean']:.3f}",
+        "Overlap of the supports at equal steps",
+    ):
+        assert words in ended.stdout
+    assert "Overlap of the selections" not in ended.stdout
+
+
+def test_diff_shows_where_the_tokens_part(recorded, other):
+    part_ways(other, " elsewhere")
+    text = trace("diff", recorded, other).stdout
+    assert "request 0: 96.7% of the first 30 tokens are equal" in text
+    assert "they part at step 5, after ' the cat sat on a': ' mat' in A, ' elsewhere' in B" in text
+
+
+def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
+    part_ways(other, " elsewhere")
+    limits = ("first_difference<100", "equal_share<0.5", "overlap<0.9")
+    ended = trace("diff", recorded, other, *(f"--fail-if={one}" for one in limits), "--json")
+    value = json.loads(ended.stdout)["metrics"]["overlap"]
+    assert ended.code == 1
+    assert ended.stderr == (
+        f"failed: first_difference<100, first_difference is 5\nfailed: overlap<0.9, overlap is {value:.6g}\n"
+    )
+    assert trace("diff", recorded, other, "--fail-if", "speed<0").code == 0
+    ended = trace("diff", recorded, other, "--fail-if", "speed~1")
+    assert (ended.code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    ended = trace("diff", recorded, other, "--fail-if", "selection_overlap<1")
+    assert (ended.code, ended.stdout) == (3, "")
+    assert "needs selection_overlap, which the traces do not have; record both" in ended.stderr

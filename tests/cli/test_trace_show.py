@@ -1,5 +1,3 @@
-"""`sfi trace show` and `sfi trace check` from the outside."""
-
 import json
 import subprocess
 import sys
@@ -232,7 +230,6 @@ def test_what_a_step_read_is_refused_in_one_line(recorded, tmp_path):
 
 
 def test_the_example_s_trace_is_sound_and_answers_the_papers_question(tmp_path):
-    """Within-sentence support stability, of the bundled checkpoint's own run."""
     example = tmp_path / "run"
     assert trace("record", "-o", example, "--audit", "1", "--set", "audit.top=512", "-q").code == 0
     ended = trace("show", example, "--json")

@@ -1,5 +1,3 @@
-"""`sfi tune`: from traces to a file for --config, and each bad input."""
-
 import json
 import os
 import re
@@ -88,17 +86,14 @@ def test_a_trace_of_codescan_is_searched_for_codescan_s_budget(folder):
     assert "t_max" in str(refused(trace, "--t-max", "4,8", "-o", "y.toml"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
-        (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-        (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
-        (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
-        (["--min-retained", "0.999", "--trials", "5"], SfiError, "got none in 5: the closest keeps"),
-        (["--confirm", "1"], TraceError, "must be of the model that --model names"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "kind", "message"), [
+    (["--budget", "25"], TraceError, "record with --set audit.top=25"),
+    (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
+    (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
+    (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
+    (["--min-retained", "0.999", "--trials", "5"], SfiError, "got none in 5: the closest keeps"),
+    (["--confirm", "1"], TraceError, "must be of the model that --model names"),
+])  # fmt: skip
 def test_bad_options_are_refused_in_one_line(full, folder, arguments, kind, message):
     before = set(folder.iterdir())
     error = refused(full, *arguments)
@@ -146,7 +141,6 @@ def test_ctrl_c_writes_the_best_so_far(command, environment, full, folder):
 
 
 def test_a_tuned_file_runs_and_was_measured(folder):
-    """From a trace of the bundled example to `sfi generate --config`, as docs/tune.md does it."""
     with small_example():
         sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")
         data = json.loads(sfi("tune", "dense", "--trials", "8", "--confirm", "2", "--json").stdout)

@@ -1,5 +1,3 @@
-"""`sfi tune heads`: from texts to a head file, beside `sfi tune DIR...`."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Running `sfi` in this process."""
-
 import json
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,15 +9,12 @@ from sfi_core.errors import SfiError
 
 
 class Ended(NamedTuple):
-    """How a command ended, with an error as `main` shows it."""
-
     code: int
     stdout: str
     stderr: str
 
 
 def sfi(*arguments: object, text: str = "") -> Ended:
-    """Run `sfi` in this process, which has torch loaded, with arguments."""
     result = CliRunner().invoke(cli.app, [*map(str, arguments)], input=text)
     if isinstance(result.exception, SfiError):
         return Ended(result.exception.exit_code, result.stdout, f"error: {result.exception}\n")
@@ -37,7 +32,6 @@ def raising(*arguments: object) -> Result:
 
 
 def trace(*arguments: object) -> Ended:
-    """Run `sfi trace` with arguments."""
     return sfi("trace", *arguments)
 
 

@@ -1,7 +1,3 @@
-"""What the core's tests share: a tiny random model, the bundled tokenizer, and poisoned memory."""
-
-from typing import Any
-
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -14,7 +10,7 @@ TINY = {
 }  # fmt: skip
 
 
-def tiny_qwen3(vocab_size: int = 96, layers: int = 2) -> Any:
+def tiny_qwen3(vocab_size: int = 96, layers: int = 2):
     """Make a random model whose attention is peaked enough to make selection matter."""
     torch.manual_seed(0)
     sizes = {**TINY, "num_hidden_layers": layers}
@@ -23,12 +19,12 @@ def tiny_qwen3(vocab_size: int = 96, layers: int = 2) -> Any:
 
 
 @pytest.fixture(scope="session")
-def tiny_model() -> Any:
+def tiny_model():
     return tiny_qwen3()
 
 
 @pytest.fixture(scope="session")
-def tiny_tokenizer() -> Any:
+def tiny_tokenizer():
     return build_tokenizer(TINY["max_position_embeddings"])
 
 
@@ -37,7 +33,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill what `Tensor.new_empty` returns with NaN, so that reading unwritten rows shows."""
     allocate = torch.Tensor.new_empty
 
-    def poisoned(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+    def poisoned(tensor: torch.Tensor, *size, **options) -> torch.Tensor:
         out = allocate(tensor, *size, **options)
         integer = 255 if out.dtype == torch.uint8 else -(2**30)
         return out.fill_(torch.nan if out.is_floating_point() else integer)
@@ -50,7 +46,7 @@ def poisoned_host_memory(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None)
     """Fill what `torch.empty` returns with NaN as well: pages of the host's tier."""
     allocate = torch.empty
 
-    def poisoned(*size: Any, **options: Any) -> torch.Tensor:
+    def poisoned(*size, **options) -> torch.Tensor:
         out = allocate(*size, **options)
         return out.fill_(torch.nan) if out.is_floating_point() else out
 

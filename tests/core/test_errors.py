@@ -1,5 +1,3 @@
-"""The tree of errors a user can mend, and their exit codes."""
-
 from sfi_core import errors
 
 CODES = {
@@ -17,7 +15,6 @@ def classes() -> dict[str, type[errors.SfiError]]:
 
 
 def test_every_error_has_the_documented_exit_code():
-    """Scripts that call `sfi` rely on these codes."""
     assert {name: cls.exit_code for name, cls in classes().items()} == CODES
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 SMALL = ["--max-new-tokens", "12", "--set", "budget=32", "--set", "recent=16"]
 BENCH = ["--context", "200", "--steps", "3", "--repeats", "1", "--budget", "64", "--set", "recent=32"]
@@ -41,13 +40,12 @@ WRITERS: dict[str, list[str]] = {
 
 
 def words(command: str, out: Path, inputs: Path) -> list[str]:
-    """Fill a command's paths in."""
     places = {"RUN": str(inputs / "run"), "IN.npz": str(inputs / "in.npz")}
     filled = [places.get(word, word) for word in WRITERS[command]]
     return [str(out) + word[3:] if word[:3] == "OUT" and word[3:4] in ("", ".") else word for word in filled]
 
 
-def _begin(case: dict[str, Any]) -> None:
+def _begin(case: dict) -> None:
     # in the new process: where it writes what it says, and its fault
     os.chdir(case["place"])
     for number, file in ((1, case["stdout"]), (2, case["stderr"])):
@@ -65,10 +63,10 @@ def _begin(case: dict[str, Any]) -> None:
         time.time_ns = lambda: now[1]() - 3600 * 10**9 * next(steps)
 
 
-def _run(case: dict[str, Any]) -> None:
+def _run(case: dict) -> None:
     from sfi_cli import app  # noqa: PLC0415 - after the fork nothing new is imported
 
-    code: Any = 0
+    code = 0
     try:
         _begin(case)
         sys.argv = ["sfi", *case["words"]]
@@ -114,7 +112,6 @@ def _serve() -> None:
 
 
 def start() -> subprocess.Popen[str]:
-    """Start the process that forks."""
     root = Path(__file__).parents[2]
     paths = os.pathsep.join([*(str(root / one) for one in (".", "kernels", "traces")), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}

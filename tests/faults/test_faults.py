@@ -1,7 +1,4 @@
-"""Every command that writes, under every fault: one line, no half file, and an old output that stays whole.
-
-`make test` has a fault for most commands and few kills, `make faults` all faults and 200 kills.
-"""
+"""Every command that writes, under every fault: one line, no half file, and an old output that stays whole."""
 
 import contextlib
 import itertools
@@ -10,7 +7,6 @@ import os
 import random
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -66,7 +62,7 @@ def disk(place: Path, size: int | None):
 
 def run(
     forks, inputs: Path, place: Path, command: str, fault: str = "", writers: int = 1, options: tuple[str, ...] = (),
-    **more: Any,
+    **more,
 ) -> dict:  # fmt: skip
     told = place.parent
     cases = [
@@ -111,7 +107,7 @@ def ended_well(ended: dict) -> None:
 def test_the_table_has_every_command_that_writes():
     """But for `serve`, which tests/vllm and `make soak` try: it needs vLLM."""
 
-    def named(command: Any, name: str):
+    def named(command, name: str):
         for word, one in getattr(command, "commands", {}).items():
             yield from named(one, f"{name} {word}".strip())
         if any({"--output", "--trace", "--plot"} & set(one.opts) for one in command.params):

@@ -9,12 +9,10 @@ import signal
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -45,7 +43,7 @@ SHM = Path("/dev/shm")  # noqa: S108 - a folder of our own in it, where nothing 
 PLACE = Path(tempfile.mkdtemp(prefix="sfi-fuzz-", dir=SHM if SHM.is_dir() else None))
 BASE = make_trace(PLACE / "base", steps=8, policy="sfi")
 MANIFEST = json.loads((BASE / "manifest.json").read_text())
-COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
+COMMANDS = {
     "check": lambda run, out: ["trace", "check", run],
     "diff": lambda run, out: ["trace", "diff", BASE, run, "--json"],
     "export csv": lambda run, out: ["trace", "export", run, "--format", "csv", "-o", out, "-q"],
@@ -57,12 +55,12 @@ COMMANDS: dict[str, Callable[[Path, Path], list[Any]]] = {
     "sql": lambda run, out: ["trace", "sql", run, "FROM steps JOIN supports USING (request, step)", "--format", "csv"],
     "step": lambda run, out: ["trace", "show", run, "--step", 1],
 }
-SLOW: dict[str, Callable[[Path, Path], list[Any]]] = {  # not in `make test`
+SLOW = {  # not in `make test`
     "plot": lambda run, out: ["trace", "plot", run, "-o", out],
     "report": lambda run, out: ["trace", "report", run, "-o", out],
     "tune": lambda run, out: ["tune", run, "--trials", 2, "-o", out, "-q"],
 }
-LINES: dict[str, Any] = {
+LINES = {
     "batch": {"prompt": "One. Two.", "max_new_tokens": 3, "messages": [{"role": "user", "content": "x"}]},
     "samples": {
         "method": "sfi", "size": "10%", "task": "recall", "length": 512, "seed": 0, "policy": "sfi",
@@ -92,7 +90,7 @@ class BrokenError(AssertionError):
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded():
     """Fail for a case that takes too long or too much memory."""
 
     def late(*_: object) -> None:
@@ -116,7 +114,7 @@ def bounded() -> Iterator[None]:
         raise BrokenError(f"must take {BYTES:,} bytes at most, got {took:,}")
 
 
-def run(recipe: dict[str, Any]) -> None:
+def run(recipe: dict) -> None:
     """Run a case; raises what it must not: any exception but an `SfiError`, or `BrokenError`."""
     work = Path(tempfile.mkdtemp(dir=PLACE))
     try:
@@ -133,7 +131,7 @@ def _one_line(text: str) -> None:
         raise BrokenError(f"must be one line, got {text[:3000]!r}")
 
 
-def _command(words: list[Any]) -> None:
+def _command(words: list) -> None:
     if words[0] == "play":  # what the player reads, without a terminal
         request = frames.playable(Trace.open(words[1]))
         for step in range(min(4, len(request.steps))):
@@ -148,21 +146,20 @@ def _command(words: list[Any]) -> None:
         _one_line(ended.stderr)
 
 
-def value(drawn: Any) -> Any:
+def value(drawn):
     """What stands for a value: brackets without end, a number without end."""
     if drawn == "$deep":
-        made: Any = []
+        made = []
         for _ in range(900):
             made = [made]
         return made
     return 10**400 if drawn == "$huge" else deepcopy(drawn)  # hypothesis draws one object more than once
 
 
-def edited(document: Any, edits: list[Any]) -> Any:
-    """Return a copy of a JSON document with changes."""
+def edited(document, edits: list):
     found = json.loads(json.dumps(document))
     for kind, path, drawn in edits:
-        node: Any = {"": found}
+        node = {"": found}
         for key in ("", *path)[:-1]:
             known = key in node if isinstance(node, dict) else _has(node, key)
             node = node[key] if known else {}
@@ -177,12 +174,11 @@ def edited(document: Any, edits: list[Any]) -> Any:
     return found
 
 
-def _has(node: Any, key: Any) -> bool:
+def _has(node, key) -> bool:
     return isinstance(node, list) and isinstance(key, int) and key < len(node)
 
 
-def spoiled(path: Path, spoils: list[Any]) -> None:
-    """Change a file's bytes, or what it is."""
+def spoiled(path: Path, spoils: list) -> None:
     for kind, where, what in spoils:
         if not path.is_file() or path.is_symlink():
             return
@@ -204,11 +200,11 @@ def _link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def dumped(document: Any) -> bytes:
+def dumped(document) -> bytes:
     return json.dumps(document).encode()
 
 
-def table_of(rows: list[dict[str, Any]], schema: pa.Schema | None, edits: list[Any]) -> pa.Table:
+def table_of(rows: list[dict], schema: pa.Schema | None, edits: list) -> pa.Table:
     """Make a table of rows, with changes; what Arrow refuses to make is left as it was."""
     table = pa.Table.from_pylist(rows, schema)
     for name, (kind, row, drawn) in edits:
@@ -221,7 +217,7 @@ def table_of(rows: list[dict[str, Any]], schema: pa.Schema | None, edits: list[A
     return table
 
 
-def _changed(table: pa.Table, name: str, kind: str, row: int, drawn: Any) -> pa.Table:
+def _changed(table: pa.Table, name: str, kind: str, row: int, drawn) -> pa.Table:
     if kind in ("cell", "column", "type"):
         place, column = table.column_names.index(name), table[name]
         values, of = column.to_pylist(), column.type
@@ -241,13 +237,13 @@ def _changed(table: pa.Table, name: str, kind: str, row: int, drawn: Any) -> pa.
     }[kind]()  # fmt: skip
 
 
-def _cast(values: list[Any], of: pa.DataType) -> pa.Array:
+def _cast(values: list, of: pa.DataType) -> pa.Array:
     if pa.types.is_string(of):
         return pa.array([None if one is None else str(one) for one in values], of)
     return pa.array([one if isinstance(one, int | float) else None for one in values], of)
 
 
-def _manifest(recipe: dict[str, Any], work: Path) -> None:
+def _manifest(recipe: dict, work: Path) -> None:
     run_ = work / "run"
     shutil.copytree(BASE, run_)
     file = run_ / "manifest.json"
@@ -257,7 +253,7 @@ def _manifest(recipe: dict[str, Any], work: Path) -> None:
     _command((COMMANDS | SLOW)[recipe["command"]](run_, work / "out.png"))
 
 
-def _table(recipe: dict[str, Any], work: Path) -> None:
+def _table(recipe: dict, work: Path) -> None:
     run_, name = work / "run", recipe["table"]
     shutil.copytree(BASE, run_)
     part = run_ / name / "part-00000.parquet"
@@ -269,12 +265,12 @@ def _table(recipe: dict[str, Any], work: Path) -> None:
     _command((COMMANDS | SLOW)[recipe["command"]](run_, work / "out.png"))
 
 
-def _row(schema: pa.Schema) -> dict[str, Any]:
+def _row(schema: pa.Schema) -> dict:
     empty = {"string": "", "bool": False}
     return {one.name: [] if pa.types.is_list(one.type) else empty.get(str(one.type), 1) for one in schema}
 
 
-def _lines(recipe: dict[str, Any], work: Path) -> None:
+def _lines(recipe: dict, work: Path) -> None:
     name = recipe["file"]
     document = {"heads": HEADS, **LINES}[name]
     data = dumped(edited(document, recipe.get("edits", []))) + b"\n"
@@ -301,16 +297,16 @@ def _lines(recipe: dict[str, Any], work: Path) -> None:
             folder.leave()
 
 
-def _tokenizer() -> Any:
+def _tokenizer():
     if "tokenizer" not in _KEPT:
         _KEPT["tokenizer"] = load_tokenizer()
     return _KEPT["tokenizer"]
 
 
-_KEPT: dict[str, Any] = {}
+_KEPT = {}
 
 
-def _config(recipe: dict[str, Any], work: Path) -> None:
+def _config(recipe: dict, work: Path) -> None:
     file = work / "config.toml"
     if "sets" in recipe:
         names = sorted(SETTINGS)
@@ -328,14 +324,14 @@ def _config(recipe: dict[str, Any], work: Path) -> None:
 SETTINGS_PLAIN = {"budget": 5, "selector.gamma": 0.0, "triggers": ["."]}
 
 
-def _toml(drawn: Any) -> str:
+def _toml(drawn) -> str:
     try:
         return json.dumps(drawn).replace("\x7f", "")
     except RecursionError:
         return "[" * 900 + "]" * 900
 
 
-def _import(recipe: dict[str, Any], work: Path) -> None:
+def _import(recipe: dict, work: Path) -> None:
     file = work / "import.npz"
     for name, shape in _arrays(recipe, file):
         _claim(file, name, shape)
@@ -343,7 +339,7 @@ def _import(recipe: dict[str, Any], work: Path) -> None:
     _command(["trace", "import", file, "-o", work / "trace", "-q"])
 
 
-def _arrays(recipe: dict[str, Any], file: Path) -> list[tuple[str, list[int]]]:
+def _arrays(recipe: dict, file: Path) -> list[tuple[str, list[int]]]:
     arrays, claims = dict(ARRAYS), []
     for kind, name, drawn in recipe.get("edits", []):
         try:
@@ -381,7 +377,7 @@ def _claim(file: Path, name: str, shape: list[int]) -> None:
             archive.writestr(one, content)
 
 
-def _request(recipe: dict[str, Any], work: Path) -> None:
+def _request(recipe: dict, work: Path) -> None:
     own = {name if name.startswith("sfi.") else f"sfi.{name}": value(one) for name, one in recipe["settings"].items()}
     settings = RequestSettings.of(own, SfiConfig(), lambda _: None)
     if len(settings.error) > 600 or not settings.error.isprintable():

@@ -29,7 +29,7 @@ def paths(text: str) -> list[tuple[Any, ...]]:
     """Every place in a JSON document; of the elements of a list the first and the last."""
     found: list[tuple[Any, ...]] = []
 
-    def walk(node: Any, path: tuple[Any, ...]) -> None:
+    def walk(node, path: tuple) -> None:
         found.append(path)
         if isinstance(node, dict):
             for key, one in node.items():
@@ -42,7 +42,7 @@ def paths(text: str) -> list[tuple[Any, ...]]:
     return found
 
 
-def edits(document: Any) -> st.SearchStrategy[Any]:
+def edits(document) -> st.SearchStrategy[Any]:
     """Changes of a JSON document: other values at some places, places that are gone, further keys."""
     places = st.sampled_from(paths(json.dumps(document)))
     change = st.tuples(st.just("set"), places, values) | st.tuples(st.just("delete"), places, st.none())
@@ -66,7 +66,6 @@ def recipe(kind: str, **parts: st.SearchStrategy[Any]) -> st.SearchStrategy[Reci
 
 
 def some(changes: list[st.SearchStrategy[Any]]) -> st.SearchStrategy[list[Any]]:
-    """One or two of some changes."""
     return st.lists(st.one_of(changes), min_size=1, max_size=2)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ class Case:
         other.step = replace(self.step, buffer=self.step.buffer.to(device))
         return other
 
-    def run(self, backend: str, *, diagnoses: bool = False) -> tuple[Any, ...]:
+    def run(self, backend: str, *, diagnoses: bool = False) -> tuple:
         """Return what the op gave and changed, on the CPU; its operands stay where they are."""
         B, H = self.query.shape[:2]
         case = self.on(kernel_device(backend))

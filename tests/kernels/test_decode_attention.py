@@ -1,7 +1,6 @@
 """A decoding step's attention: fast, slow and idle requests in one launch, against float64."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -61,21 +60,17 @@ class Step:
         split_plan.on(self.backend)(step, H, places)
         return step
 
-    def operands(self) -> dict[str, Any]:
+    def operands(self) -> dict:
         tensors = {
-            "query_BHGWD": self.query[:, :, :, None],
-            "packed_key_BHSD": self.packed[0],
-            "packed_value_BHSE": self.packed[1],
-            "packed_length_BH": self.packed_length,
-            "key_PHND": self.key_PHND,
-            "value_PHNE": self.value_PHNE,
-            "block_table_BP": self.table_BP,
-        }
+            "query_BHGWD": self.query[:, :, :, None], "packed_key_BHSD": self.packed[0],
+            "packed_value_BHSE": self.packed[1], "packed_length_BH": self.packed_length, "key_PHND": self.key_PHND,
+            "value_PHNE": self.value_PHNE, "block_table_BP": self.table_BP,
+        }  # fmt: skip
         if self.dense is not None:
             tensors["dense_BH"] = torch.tensor(self.dense).int()
         return {n: t.to(self.device) for n, t in tensors.items()}
 
-    def attend(self, **options: Any) -> DecodeAttention:
+    def attend(self, **options) -> DecodeAttention:
         options = {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in options.items()}
         run = decode_attention.on(self.backend)
         result = run(**self.operands(), descriptor=self.descriptor(), scale=SCALE, **options)
@@ -96,7 +91,7 @@ class Step:
             value = torch.cat([self.packed[1][row, head, :count], value[recent]])
         return key[None, None], value[None, None]
 
-    def assert_plain(self, sink_HG: torch.Tensor | None = None, **options: Any) -> None:
+    def assert_plain(self, sink_HG: torch.Tensor | None = None, **options) -> None:
         """Compare every request and head with float64 attention over what it may read."""
         extra = {} if sink_HG is None else {"sink_HG": sink_HG}
         out = self.attend(**options, **extra).out_BHGWE[:, :, :, 0]
@@ -180,19 +175,16 @@ def test_logits_of_every_size_come_out_right(backend: str):
     step.assert_plain()
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[B=2, H=2, S, D=16\]"),
-        ("packed_value_BHSE", lambda t: t[:, :, :3], "packed_value must be"),
-        ("packed_length_BH", lambda t: t.long(), "packed_length must be int32, got torch.int64"),
-        ("key_PHND", lambda t: t.half(), "key must have the dtype of query, .*32, got .*16"),
-        ("value_PHNE", lambda t: t.mT, "value must be"),
-        ("block_table_BP", lambda t: t[:1], r"block_table must be \[B=2, P\]"),
-        ("query_BHGWD", lambda t: t[:1], r"query must be \[B=2, H, G, W, D\]"),
-    ],
-)
-def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[B=2, H=2, S, D=16\]"),
+    ("packed_value_BHSE", lambda t: t[:, :, :3], "packed_value must be"),
+    ("packed_length_BH", lambda t: t.long(), "packed_length must be int32, got torch.int64"),
+    ("key_PHND", lambda t: t.half(), "key must have the dtype of query, .*32, got .*16"),
+    ("value_PHNE", lambda t: t.mT, "value must be"),
+    ("block_table_BP", lambda t: t[:1], r"block_table must be \[B=2, P\]"),
+    ("query_BHGWD", lambda t: t[:1], r"query must be \[B=2, H, G, W, D\]"),
+])  # fmt: skip
+def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change, message: str):
     step = Step(backend, [65, 130], [FAST, SLOW])
     operands = step.operands()
     operands[name] = change(operands[name])
@@ -200,14 +192,11 @@ def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change: 
         decode_attention.on(backend)(**operands, descriptor=step.descriptor(), scale=SCALE)
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ({"D": 257, "E": 16}, "head dimension must be at most 256 .*, got 257; use the torch backend"),
-        ({"E": 300}, "head dimension must be at most 256 .*, got 300; use the torch backend"),
-        ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
-    ],
-)
+@pytest.mark.parametrize(("shape", "message"), [
+    ({"D": 257, "E": 16}, "head dimension must be at most 256 .*, got 257; use the torch backend"),
+    ({"E": 300}, "head dimension must be at most 256 .*, got 300; use the torch backend"),
+    ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
+])  # fmt: skip
 def test_what_the_kernels_cannot_take_is_refused_with_the_limit(shape: dict[str, int], message: str):
     step = Step("torch", [65], [FAST], **shape)
     with pytest.raises(KernelLimitError, match=message):

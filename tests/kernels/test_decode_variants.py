@@ -1,11 +1,14 @@
-"""A step's attention with mixed requests, whose heads read everything or sparsely, or with pseudo tokens."""
+"""A step's attention with mixed requests, pseudo tokens, or several queries each to verify a draft."""
 
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import product
 
 import pytest
 import torch
 
-from sfi_kernels.decode_attention import decode_attention, sparse_attention
+from sfi_kernels.attention_tile import EACH, LAST, SEVERAL, parts_of_pass, tile_shape
+from sfi_kernels.decode_attention import DecodeAttention, decode_attention, sparse_attention, split_plan, work_items
+from sfi_kernels.launch import Target
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import (
     ALLOWED_STOP,
@@ -17,10 +20,12 @@ from sfi_kernels.step_descriptor import (
     SLOW,
     SPLITS,
     START,
+    UNIT,
+    StepDescriptor,
     StepRequest,
     describe_step,
 )
-from tests.fakes import error_bound
+from tests.fakes import causal_mask, error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
 
 # mixed and not, in one launch: of 130 tokens a head reads 70 packed rows and four units, one more than the
@@ -33,7 +38,7 @@ FEW, FEW_MODES = [200, 65, 130, 64], [SLOW, FAST, IDLE, FAST]
 SINK_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
 
 
-def step_of(backend: str, **changes: Any) -> Step:
+def step_of(backend: str, **changes) -> Step:
     options = {"dense": DENSE, "mixed": MIXED_ROWS, "places": 64, **changes}
     return Step(backend, options.pop("lengths", LENGTHS), options.pop("modes", MODES), **options)
 
@@ -95,7 +100,7 @@ def test_marks_and_mixed_requests_come_together(backend: str):
     operands, descriptor = step.operands(), step.descriptor()
     dense_BH = operands.pop("dense_BH")
 
-    def run(descriptor: Any, **marks: Any) -> Any:
+    def run(descriptor, **marks):
         return decode_attention.on(backend)(**operands, **marks, descriptor=descriptor, scale=SCALE)
 
     with pytest.raises(ValueError, match=r"^dense must be given for mixed requests, got rows \(0, "):
@@ -111,7 +116,7 @@ def test_marks_and_mixed_requests_come_together(backend: str):
 
 def test_a_mixed_request_has_the_words_of_a_dense_read():
     """Only a request that decodes can be mixed; the sparse heads find their pages by MIXED."""
-    numbers: Any = {"length": 130, "recent_start": 101, "packed": 36, "sink": 4}
+    numbers = {"length": 130, "recent_start": 101, "packed": 36, "sink": 4}
     modes = (FAST, SLOW, IDLE, PROMPT)
     requests = [StepRequest(mode=mode, **numbers, mixed=True) for mode in modes]
     requests.append(StepRequest(mode=FAST, **numbers))
@@ -132,11 +137,7 @@ def pseudo_of(step: Step) -> PseudoToken:
     return PseudoToken(logit.masked_fill(none, -torch.inf), value.masked_fill(none, torch.nan))
 
 
-def none_of(pseudo: PseudoToken) -> PseudoToken:
-    return pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
-
-
-def attend(step: Step, pseudo: PseudoToken | None, **options: Any) -> torch.Tensor:
+def attend(step: Step, pseudo: PseudoToken | None, **options) -> torch.Tensor:
     if pseudo is not None:
         options["pseudo"] = PseudoToken(*(part.to(step.device) for part in pseudo))
     return step.attend(**options).out_BHGWE[:, :, :, 0]
@@ -163,7 +164,7 @@ def plain(
     return torch.cat(terms, 1).softmax(1) @ torch.cat(values)
 
 
-def assert_plain(step: Step, **options: Any) -> None:
+def assert_plain(step: Step, **options) -> None:
     pseudo = pseudo_of(step)
     out = attend(step, pseudo, **options)
     assert out.dtype == step.dtype
@@ -181,7 +182,7 @@ def assert_plain(step: Step, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG}), (64, {"soft_cap": 0.5})])
-def test_it_takes_its_share_once_however_often_the_keys_are_split(backend: str, places: int, options: dict[str, Any]):
+def test_it_takes_its_share_once_however_often_the_keys_are_split(backend: str, places: int, options: dict):
     """Beside slow requests, which have none, and an idle one."""
     step = Step(backend, FEW, FEW_MODES, places=places)
     splits = step.descriptor().table_BX[:, SPLITS].tolist()
@@ -200,10 +201,12 @@ def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG})])
-def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, options: dict[str, Any]):
+def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, options: dict):
     """Bit for bit in the kernels; the reference joins three parts in other steps than two."""
     step = Step(backend, FEW, FEW_MODES, places=places)
-    got, without = attend(step, none_of(pseudo_of(step)), **options), attend(step, None, **options)
+    pseudo = pseudo_of(step)
+    none = pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
+    got, without = attend(step, none, **options), attend(step, None, **options)
     if backend == "triton":
         assert torch.equal(got.view(torch.int32), without.view(torch.int32))
     else:
@@ -245,7 +248,7 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
         ("value_BHE", lambda x: x[..., :3], r"^pseudo value must be \[B=2, H=2, E=16\], got \[2, 2, 3\]$"),
     ],
 )
-def test_one_that_does_not_fit_is_named(backend: str, name: str, change: Any, message: str):
+def test_one_that_does_not_fit_is_named(backend: str, name: str, change, message: str):
     step = Step(backend, [65, 130], [FAST, SLOW])
     pseudo = pseudo_of(step)
     with pytest.raises(ValueError, match=message):
@@ -258,3 +261,151 @@ def test_a_step_with_mixed_requests_has_none(backend: str):
         decode_attention.on(backend)(
             **step.operands(), descriptor=step.descriptor(), scale=SCALE, pseudo=pseudo_of(step)
         )
+
+
+# a unit of 64 tokens filled, missed by one and passed by one; requests no longer than their queries
+DRAFTED = [150, 64, 65, 63, 17, 4, 260, 130, 30]
+DRAFT_MODES = [SLOW, FAST, SLOW, SLOW, SLOW, SLOW, SLOW, IDLE, FAST]
+COUNTS = [5, 1, 17, 2, 17, 4, 1, 0, 1]
+
+
+@dataclass
+class Verification(Step):
+    """A step whose slow requests have several queries; padding holds NaN, so that reading it shows."""
+
+    counts: list[int] = field(default_factory=lambda: COUNTS)
+    W: int = 17
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        B, W = len(self.lengths), self.W
+        self.query = torch.randn(B, H, self.G, W, self.D).to(self.dtype)
+        for row, count in enumerate(self.counts):
+            self.query[row, :, :, : W - count] = torch.nan
+
+    def descriptor(self) -> StepDescriptor:
+        requests = [
+            StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T), count=count)
+            for mode, T, start, count in zip(self.modes, self.lengths, self.starts, self.counts, strict=True)
+        ]
+        places = self.places or 8
+        step = describe_step(requests, work_items(len(requests), H, places), self.device)
+        split_plan.on(self.backend)(step, H, places)
+        return step
+
+    def operands(self) -> dict:
+        return super().operands() | {"query_BHGWD": self.query.to(self.device)}
+
+    def assert_plain(
+        self, sink_HG: torch.Tensor | None = None, soft_cap: float | None = None, *, into: torch.Tensor | None = None
+    ) -> DecodeAttention:
+        """Compare every query with float64 attention over the tokens up to its own, and the evidence."""
+        options = {"sink_HG": sink_HG, "soft_cap": soft_cap, "into": into}
+        result = self.attend(evidence=True, **options)
+        out = result.out_BHGWE
+        assert out.shape == (*self.query.shape[:4], self.E)
+        for row, count in enumerate(self.counts):
+            first = self.W - count
+            assert (out[row, :, :, :first] == 0).all()
+            for head in range(H if count else 0):
+                segment = self.query[row, head, :, first:][None, None], *self.visible_rows(row, head)
+                visible = causal_mask(count, segment[1].shape[2])
+                sink = None if sink_HG is None else sink_HG[head : head + 1]
+                expected, _ = plain_attention(*segment, SCALE, visible=visible, soft_cap=soft_cap, sink_HG=sink)
+                atol, _ = error_bound(*segment, SCALE)
+                got = out[row, head, :, first:].double()
+                torch.testing.assert_close(got, expected[0, 0], rtol=0, atol=atol)
+        self.assert_evidence(result, soft_cap)
+        return result
+
+    def assert_evidence(self, result: DecodeAttention, soft_cap: float | None) -> None:
+        """Compare the slow requests' logits with Eq. 4 for their last query, and the sum over J."""
+        slow = [row for row, mode in enumerate(self.modes) if mode == SLOW]
+        assert result.logits_BHGWT.shape[:4] == (len(slow), H, self.G, 1)
+        for (place, row), head in product(enumerate(slow), range(H)):
+            key, value = self.visible_rows(row, head)
+            query = self.query[row, head, :, -1:][None, None]
+            _, bound = error_bound(query, key, value, SCALE)
+            expected = query[0, 0, :, 0].double() @ key[0, 0].double().mT * SCALE
+            if soft_cap is not None:
+                expected = soft_cap * torch.tanh(expected / soft_cap)
+            got = result.logits_BHGWT[place, head, :, 0, : self.lengths[row]].double()
+            torch.testing.assert_close(got[:, : key.shape[2]], expected, rtol=0, atol=bound)
+            assert (got[:, key.shape[2] :] == -torch.inf).all()
+            in_J = expected[:, min(SINK, self.lengths[row]) : self.starts[row]].logsumexp(-1)
+            sums = result.log_sum_BHGW[place, head, :, 0].double()
+            torch.testing.assert_close(sums, in_J, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_requests_with_any_number_of_queries_share_a_step(backend: str, dtype: torch.dtype):
+    Verification(backend, DRAFTED, DRAFT_MODES, dtype=dtype).assert_plain()
+
+
+@pytest.mark.parametrize("W", [1, 2, 8, 9, 16])
+def test_every_number_of_queries_up_to_a_drafts_most(backend: str, W: int):
+    """The draft of 16 tokens, the default's most, and the token before."""
+    counts = [W, 1, max(1, W - 1)]
+    Verification(backend, [130, 65, 64], [SLOW, FAST, SLOW], counts=counts, W=W).assert_plain()
+
+
+@pytest.mark.parametrize("length", [17, 63, 65, 80, 128])
+def test_the_causal_limit_lies_anywhere_in_a_tile(backend: str, length: int):
+    Verification(backend, [length, length], [SLOW, SLOW], counts=[17, 9]).assert_plain()
+
+
+@pytest.mark.parametrize(("G", "D", "E", "W"), [(1, 16, 16, 17), (4, 24, 40, 9), (8, 16, 16, 17), (3, 160, 160, 17)])
+def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: int):
+    """Up to 136 rows, more than the largest tile has; 51 rows of wide heads make two tiles in float32."""
+    step = Verification(backend, [70, 65], [SLOW, SLOW], G=G, D=D, E=E, counts=[W, 2], W=W)
+    step.assert_plain()
+
+
+@pytest.mark.parametrize("places", [2, 8, 64])
+def test_the_plan_does_not_change_what_several_queries_give(backend: str, places: int):
+    """One split a request, a few, many, one that only the last queries see; a learned sink takes its weight once."""
+    step = Verification(backend, [513, 300], [SLOW, FAST], counts=[9, 1], W=9, places=places)
+    splits = step.descriptor().table_BX[:, SPLITS].tolist()
+    assert (max(splits) == 1) == (places == 2)
+    step.assert_plain(sink_HG=torch.tensor([[2.0, -1.0], [0.0, 4.0]]))
+
+
+def test_the_last_query_hands_out_its_logits(backend: str):
+    step = Verification(backend, [150, 65, 17], [SLOW, FAST, SLOW], counts=[5, 1, 17])
+    room = torch.full((2 * H * 2 * 150,), torch.nan)
+    result = step.assert_plain(into=room)
+    assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
+
+
+def test_a_draft_of_one_token_attends_as_a_step_does(backend: str):
+    """Bit for bit: the rows of W and those of one query lie in the same tile."""
+    step = Verification(backend, [300, 65], [SLOW, FAST], counts=[1, 1], W=4)
+    alone = replace(step, W=1)
+    alone.__dict__.update({n: getattr(step, n) for n in ("key_PHND", "value_PHNE", "packed")})
+    alone.query = step.query[:, :, :, -1:]
+    got, expected = (one.attend(evidence=True) for one in (step, alone))
+    assert torch.equal(got.out_BHGWE[:, :, :, -1:], expected.out_BHGWE)
+    assert torch.equal(got.logits_BHGWT, expected.logits_BHGWT)
+    assert torch.equal(got.log_sum_BHGW, expected.log_sum_BHGW)
+
+
+def test_a_pass_has_room_for_every_requests_queries(backend: str):
+    step = Verification(backend, [300, 65], [SLOW, FAST], counts=[5, 1], W=5)
+    operands = step.operands()
+    operands["query_BHGWD"] = operands["query_BHGWD"][:, :, :, 1:]
+    with pytest.raises(ValueError, match=r"^query must have W >= 5, got \[2, 2, 2, 4, 16\]$"):
+        decode_attention.on(backend)(**operands, descriptor=step.descriptor(), scale=SCALE)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("full", [False, True])
+def test_every_query_has_a_row_and_tiles_divide_pages(capability: int, full: bool):
+    for G, W, D in product((1, 3, 4, 8, 16), (1, 2, 8, 9, 17), (64, 128, 256)):
+        chip, dtype = Target(capability, 132), torch.float32 if full else torch.bfloat16
+        key = torch.empty(1, 1, 64, D, dtype=dtype)
+        parts = parts_of_pass(G, W, tile_shape(key, key, 64, chip), chip, full=full)
+        assert [part.kind for part in parts] == ([EACH] if W == 1 else [LAST, SEVERAL])
+        queries = [G] if W == 1 else [G, G * W]
+        for part, rows in zip(parts, queries, strict=True):
+            assert (part.tiles - 1) * part.tile.rows < rows <= part.tiles * part.tile.rows
+            assert UNIT % part.tile.tokens == 0

@@ -5,7 +5,6 @@ import torch
 
 from sfi_kernels import pages
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.op import Op
 from tests.covering import each_value
 from tests.fakes import causal_mask, error_bound, kernel_device, paged, plain_attention
 
@@ -28,7 +27,7 @@ class History:
         self.key_PHND, self.table_BP = paged(self.keys, page_size)
         self.value_PHNE, _ = paged(self.values, page_size)
 
-    def run(self, op: Op, rows: slice, *cached: torch.Tensor, **options) -> torch.Tensor:
+    def run(self, op, rows: slice, *cached: torch.Tensor, **options) -> torch.Tensor:
         device = kernel_device(self.backend, self.query.dtype, self.key_PHND.shape[2])
         operands = (self.query[rows], *cached, self.table_BP[rows], self.length_B[rows])
         options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
@@ -64,13 +63,10 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize(
-    ("page_size", "W", "dtype"),
-    [
-        (16, 1, torch.float32), (64, 2, torch.float16), (1000, 9, torch.float32),
-        (64, 9, torch.bfloat16), (16, 9, torch.float16), (1000, 1, torch.bfloat16),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("page_size", "W", "dtype"), [
+    (16, 1, torch.float32), (64, 2, torch.float16), (1000, 9, torch.float32),
+    (64, 9, torch.bfloat16), (16, 9, torch.float16), (1000, 1, torch.bfloat16),
+])  # fmt: skip
 def test_queries_attend_causally_to_their_own_request(page_size: int, W: int, dtype: torch.dtype):
     """And a logit is the scaled product; later keys have none (Eq. 4)."""
     history = History(page_size, W, dtype=dtype)
@@ -106,9 +102,7 @@ def test_a_learned_sink_takes_its_weight_once(W: int):
 
 
 @pytest.mark.parametrize(("T", "dtype"), each_value([1, 100, 101, 263], [torch.float32, torch.bfloat16]))
-def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(
-    T: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-):
+def test_logits_do_not_depend_on_the_chunks_they_are_computed_in(T, dtype, monkeypatch):
     monkeypatch.setattr(pages, "WIDE", 100 * H * D)
     history = History(64, W=1, lengths=[T], dtype=dtype)
     query, key = history.query.float(), history.keys[0].float()

@@ -1,7 +1,5 @@
 """Dense attention that hands out the last query's logits, in one pass: of a step or of a verification."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -26,9 +24,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
     ("backend", "page_size", "W", "options", "dtype"),
     covering(["numba", "torch"], [16, 128], [1, 2, 5, 12, 17], OPTIONS, [torch.float32, torch.float16, torch.bfloat16]),
 )
-def test_queries_attend_causally_and_the_last_hands_out_its_logits(
-    backend: str, page_size: int, W: int, options: dict[str, Any], dtype: torch.dtype
-):
+def test_queries_attend_causally_and_the_last_hands_out_its_logits(backend, page_size, W, options, dtype):
     if backend == "numba":
         pytest.importorskip("numba")
     query = torch.randn(len(LENGTHS), H, G, W, D).to(dtype)
@@ -48,9 +44,7 @@ def test_queries_attend_causally_and_the_last_hands_out_its_logits(
         assert (logits[row, ..., LENGTHS[row] :] == -torch.inf).all()
 
 
-def check_output(
-    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
-) -> None:
+def check_output(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict) -> None:
     """Compare a request's output with the textbook's; queries before its first token are padding."""
     own = min(query.shape[3], key.shape[2])
     segment = query[:, :, :, -own:], key, value

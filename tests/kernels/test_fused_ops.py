@@ -90,9 +90,7 @@ def test_a_norm_of_tiny_and_of_zero_rows_is_finite(kernel_device):
 @pytest.mark.parametrize(
     ("B", "T", "X", "H", "D"), [(1, 1, 32, 8, 128), (3, 5, 5, 1, 16), (2, 3, 4, 2, 96), (1, 2, 3, 3, 256)]
 )
-def test_the_rotary_kernel_rounds_as_transformers(
-    kernel_device, B: int, T: int, X: int, H: int, D: int, normed: bool, dtype: torch.dtype
-):
+def test_the_rotary_kernel_rounds_as_transformers(kernel_device, B, T, X, H, D, normed, dtype):
     """Queries and keys are parts of one product."""
     query, key = drawn(B, T, X + H, D, dtype=dtype).split((X, H), 2)
     norms = norm_module(D, dtype), norm_module(D, dtype)

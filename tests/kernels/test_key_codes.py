@@ -76,7 +76,6 @@ def levels_of(code: torch.Tensor) -> torch.Tensor:
 
 
 def encode(backend: str, key: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
-    """Code on the backend's device and leave the codes there."""
     device = kernel_device(backend, key.dtype)
     return encode_keys.on(backend)(key.to(device), CodeBasis(*(x.to(device) for x in basis)))
 
@@ -162,14 +161,11 @@ def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
     assert torch.equal(encode(backend, key, turned), encode(backend, key, basis))
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("mean_HD", lambda x: x[:1], r"^mean must be \[H=2, D=8\], got \[1, 8\]$"),
-        ("encode_HDC", lambda x: x[..., :15], r"^encode must be \[H=2, D=8, C=16\], got \[2, 8, 15\]$"),
-        ("query_HDC", lambda x: x[:, :7], r"^query must be \[H=2, D=8, C=16\], got \[2, 7, 16\]$"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("mean_HD", lambda x: x[:1], r"^mean must be \[H=2, D=8\], got \[1, 8\]$"),
+    ("encode_HDC", lambda x: x[..., :15], r"^encode must be \[H=2, D=8, C=16\], got \[2, 8, 15\]$"),
+    ("query_HDC", lambda x: x[:, :7], r"^query must be \[H=2, D=8, C=16\], got \[2, 7, 16\]$"),
+])  # fmt: skip
 def test_a_basis_that_does_not_fit_is_named(backend: str, name, change, message: str):
     basis = draw_basis(2, 8)
     basis = basis._replace(**{name: change(getattr(basis, name))})

@@ -100,7 +100,6 @@ def told(tmp_path_factory) -> dict[str, list]:
 
 @pytest.fixture
 def compiled(told) -> dict[tuple[str, str], dict]:
-    """Kernels made to be good and bad."""
     return {(row["kernel"], row["arch"]): row for row in told["compiled"]}
 
 

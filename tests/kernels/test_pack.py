@@ -13,7 +13,6 @@ UNTOUCHED = -7
 
 @pytest.fixture(params=["torch", "triton"])
 def run(request, kernel_device):
-    """Pack in each backend."""
     if request.param == "torch":
         return pack.reference
     pytest.importorskip("triton")

@@ -1,7 +1,5 @@
 """Attention over one segment, the exact joining of segments, and attention over blocks, against float64."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -129,9 +127,7 @@ def test_a_broken_key_is_not_hidden(path: str):
 
 
 @pytest.mark.parametrize(("block_elements", "per_query"), [(1, True), (2 * B * H * 2 * 65, False), (1 << 24, True)])
-def test_the_queries_of_a_block_do_not_change_the_result(
-    monkeypatch: pytest.MonkeyPatch, block_elements: int, per_query: bool
-):
+def test_the_queries_of_a_block_do_not_change_the_result(monkeypatch, block_elements, per_query):
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
     segment = inputs(65, W=7)
     visible = torch.rand(B, 1, 1, 7 if per_query else 1, 65) < 0.7
@@ -182,7 +178,7 @@ def test_a_learned_sink_takes_weight_but_has_no_value(pieces: int):
 
 # one block; blocks of one token; a border inside the window of the last queries, and several
 BLOCKS = [[70], [1] * 12, [60, 10], [59, 3, 3, 5], [3, 64, 1, 2]]
-OPTIONS: list[dict[str, Any]] = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
+OPTIONS = [{}, {"soft_cap": 0.5}, {"sink_HG": torch.tensor([[2.0, -1.0], [0.0, 4.0]])}]
 
 
 class Streamed:
@@ -202,7 +198,7 @@ class Streamed:
         self.value_PHNE, _ = paged([self.value[0]], 16)
         self.length_B = torch.tensor([self.length], dtype=torch.int32)
 
-    def assert_plain(self, out: torch.Tensor, **options: Any) -> None:
+    def assert_plain(self, out: torch.Tensor, **options) -> None:
         """Compare with float64, and with the op over pages."""
         assert out.dtype == self.query.dtype
         visible = causal_mask(self.query.shape[3], self.length)
@@ -225,9 +221,7 @@ class Streamed:
     ("sizes", "W", "options", "E", "dtype"),
     covering(BLOCKS, [1, 9, 12], OPTIONS, [D, 24], [torch.float32, torch.float16]),
 )
-def test_queries_attend_causally_across_the_borders_of_blocks(
-    sizes: list[int], W: int, options: dict[str, Any], E: int, dtype: torch.dtype
-):
+def test_queries_attend_causally_across_the_borders_of_blocks(sizes, W, options, E, dtype):
     """The logits are those over pages, and later keys have none (Eq. 4)."""
     made, cap = Streamed(sizes, W, E, dtype), options.get("soft_cap")
     out = streamed_attention(made.query, iter(made.blocks), made.length, scale=SCALE, **options)

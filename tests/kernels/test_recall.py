@@ -62,7 +62,6 @@ class Tiers:
         return key, value
 
     def forget(self, pages: tuple[torch.Tensor, ...], request: int, head: int, reused: set) -> None:
-        """Poison rows of the host pages that are on the device."""
         for token in reused:
             page = int(self.table[request, token // self.N])
             for part in pages:

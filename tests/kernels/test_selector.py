@@ -1,12 +1,13 @@
-"""Algorithm 2 as a whole: what the paper states, the edges, and a slow oracle."""
+"""Algorithm 2 as a whole: what the paper states, the edges, a slow oracle, and heads in several processes."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from sfi_kernels.constants import EPS, MASKED_SCORE
-from sfi_kernels.selector import selector
+from sfi_kernels.selector import exclude_across_heads, selector
 
 B, H, G, W, T = 2, 3, 2, 4, 50
 DEFAULTS = {
@@ -26,7 +27,6 @@ def allowed() -> torch.Tensor:
 
 
 def run(allowed_BT, logits=None, **changes):
-    """Score random inputs of the mask's size."""
     B, T = allowed_BT.shape
     logits = 3 * torch.randn(B, H, G, W, T) if logits is None else logits
     norm = torch.rand(*logits.shape[:2], T) + 1
@@ -34,16 +34,12 @@ def run(allowed_BT, logits=None, **changes):
 
 
 def oracle(logits, norm, allowed, c):
-    """Algorithm 2 for one request, in float64 loops straight from the paper.
-
-    Takes nested lists: logits[h][g][w][j], norm[h][j], allowed[j]. Returns z_adj[h][j] for j in J
-    (a dict) and lambda*[h].
-    """
+    """Algorithm 2 for one request, in float64 loops straight from the paper: z_adj[h][j] for j in J, and lambda*[h]."""
     J = [j for j, inside in enumerate(allowed) if inside]
     z, weights = [], []
     for logits_h, norm_h in zip(logits, norm, strict=True):
-        p = [[softmax_on(J, pooled(J, row, c["span"])) for row in group] for group in logits_h]
-        rows = [row for group in p for row in group]  # all G * W rows alike
+        pools = [pooled(J, row, c["span"]) for group in logits_h for row in group]  # all G * W rows alike
+        rows = [normal({j: math.exp(pool[j]) for j in J}) for pool in pools]  # Eq. 6
         mu = {j: sum(row[j] ** c["alpha"] for row in rows) / len(rows) for j in J}  # Eq. 7
         f = normal({j: mu[j] ** (1 / c["alpha"]) for j in J})  # Eq. 8
         r = {}
@@ -69,10 +65,6 @@ def oracle(logits, norm, allowed, c):
 
 def pooled(J, row, span):
     return {j: max(row[i] for i in J if abs(i - j) <= span) for j in J}
-
-
-def softmax_on(J, row):
-    return normal({j: math.exp(row[j]) for j in J})  # Eq. 6
 
 
 def normal(weight):
@@ -103,13 +95,10 @@ def test_selector_equals_the_paper_in_slow_loops(allowed, changes):
         torch.testing.assert_close(weight[b], torch.tensor(weights), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"span": 2}, {"alpha": 0.2, "gamma": 4.0, "radius": 40}, {"alpha": 1.0, "lambda_clip": 1.0, "temperature": 0.1},
-        {"alpha_cross": 0.0, "radius": 0},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"span": 2}, {"alpha": 0.2, "gamma": 4.0, "radius": 40}, {"alpha": 1.0, "lambda_clip": 1.0, "temperature": 0.1},
+    {"alpha_cross": 0.0, "radius": 0},
+])  # fmt: skip
 def test_compiled_loops_score_an_interval_as_float64_does(changes):
     """Beside a query that sees nothing, one that sees a part, and a key of norm 0; with all diagnostics."""
     pytest.importorskip("numba")
@@ -197,18 +186,15 @@ def test_a_cache_of_one_token_works(inside):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
-        ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
-        ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
-        ({"span": -1}, "^span must be at least 0, got -1$"),
-        ({"radius": -1}, "^radius must be at least 0, got -1$"),
-        ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
-        ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
+    ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
+    ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
+    ({"span": -1}, "^span must be at least 0, got -1$"),
+    ({"radius": -1}, "^radius must be at least 0, got -1$"),
+    ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
+    ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
+])  # fmt: skip
 def test_an_argument_out_of_range_is_named(backend, allowed, changes, message):
     logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T)
     with pytest.raises(ValueError, match=message):
@@ -270,7 +256,6 @@ def test_diagnostics_say_what_the_prior_was_weighed_by(allowed):
 
 
 def test_float64_inputs_are_computed_in_float64(allowed):
-    """As the kernels' tests need it."""
     logits, norm = torch.randn(B, H, G, W, T).double(), torch.rand(B, H, T).double() + 1
     score, weight = selector(logits, norm, allowed, **DEFAULTS)
     assert score.dtype == weight.dtype == torch.float64
@@ -307,3 +292,61 @@ def test_a_request_seen_on_its_candidates_alone_scores_the_same(window: int, spa
     assert torch.equal(score[..., first:stop], cut)
     assert (score.masked_fill(allowed, MASKED_SCORE) == MASKED_SCORE).all()
     assert torch.equal(told_weight, cut_weight)
+
+
+SETTINGS = {
+    "alpha": 0.5, "gamma": 0.5, "beta": 0.5, "power": 1.8, "eta": 0.4, "lambda_clip": 0.02,
+    "alpha_soft": 0.5, "radius": 16, "alpha_cross": 0.35, "temperature": 2.0,
+}  # fmt: skip
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+def apart(parts: int, run: Callable[[int, Gather], torch.Tensor]) -> torch.Tensor:
+    """Run every part of the heads with a gather that answers as the others would; join the results."""
+    told: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        told.append(tensor)
+        return tensor[None]
+
+    for part in range(parts):
+        run(part, note)
+    assert len(told) == parts  # one call each, whatever the heads
+    return torch.cat([run(part, lambda _: torch.stack(told[:parts])) for part in range(parts)], 1)
+
+
+@pytest.mark.parametrize("temperature", [2.0, 0.1, 1e-6])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_heads_apart_compete_as_heads_together(parts, temperature):
+    score_BHT = torch.randn(2, 4, 50) * 5
+    score_BHT[1, :, 30:] = MASKED_SCORE
+    whole = exclude_across_heads(score_BHT, 0.35, temperature)
+    pieces = score_BHT.chunk(parts, 1)
+    split = apart(parts, lambda p, gather: exclude_across_heads(pieces[p], 0.35, temperature, gather))
+    torch.testing.assert_close(split, whole)
+
+
+def test_nothing_is_asked_without_exclusivity():
+    def nobody(_: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
+    score_BHT = torch.randn(1, 2, 5)
+    assert exclude_across_heads(score_BHT, 0.0, 2.0, nobody) is score_BHT
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_selector_scores_heads_apart_as_heads_together(backend, kernel_device):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    logits = (torch.randn(2, 4, 2, 1, 40) * 3).to(kernel_device)
+    norm = (torch.rand(2, 4, 40) + 0.5).to(kernel_device)
+    allowed = (torch.arange(40) < torch.tensor([[36], [20]])).to(kernel_device)
+    score = selector.on(backend)
+    whole, _ = score(logits, norm, allowed, **SETTINGS)
+
+    def part(index: int, gather: Gather) -> torch.Tensor:
+        ours = slice(2 * index, 2 * index + 2)
+        args = (logits[:, ours].contiguous(), norm[:, ours].contiguous(), allowed)
+        return score(*args, gather=gather, **SETTINGS)[0]
+
+    torch.testing.assert_close(apart(2, part), whole)

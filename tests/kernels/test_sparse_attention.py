@@ -9,13 +9,23 @@ import torch
 from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.pack import pack
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
-from tests.positions import attended_positions
 
 H, G, D = 2, 2, 16
 SCALE = 0.3
 # by request and KV head, sinks included: ragged, and heads that hold different numbers of tokens
 PACKED = [[[0, 1, 5, 30], [0, 1, 2, 3, 4, 40, 41]], [[0, 1, 3], [0, 1]], [[0, 1], [0, 1, *range(50, 90)]]]
 LENGTHS, STARTS = [65, 9, 130], [50, 5, 100]
+
+
+def attended_positions(index_BHS: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor) -> torch.Tensor:
+    """Return what a fast step reads, [B, H, T] bool: sink, selected and recent tokens; -1 pads the index."""
+    B, H, _ = index_BHS.shape
+    position = torch.arange(int(length_B.max()), device=index_BHS.device)
+    recent_BT = (position >= recent_start_B[:, None]) & (position < length_B[:, None])
+    read = recent_BT[:, None].repeat(1, H, 1)
+    packed = torch.zeros(B, H, len(position) + 1, dtype=torch.bool, device=index_BHS.device)
+    packed.scatter_(2, index_BHS.long() % (len(position) + 1), value=True)  # -1 lands past the end
+    return read | packed[:, :, :-1]
 
 
 @dataclass

@@ -1,14 +1,11 @@
 """Pages of another engine: whatever their strides, each op gives what it gives for contiguous pages."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from sfi_kernels.decode_attention import decode_attention, resident_programs, sparse_attention, split_plan, work_items
 from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
 from sfi_kernels.launch import KernelLimitError
-from sfi_kernels.op import Op
 from sfi_kernels.pack import append, pack, pack_layers, recall
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import partial_attention
@@ -40,8 +37,6 @@ def transposed_keys(P: int, H: int, N: int, D: int, E: int) -> Pages:
 
 
 class Case:
-    """Requests in contiguous pages, and operands for every op."""
-
     def __init__(self, backend: str, E: int = D) -> None:
         self.backend, self.device = backend, kernel_device(backend)
         keys, values = ([torch.randn(H, T, width) for T in LENGTHS] for width in (D, E))
@@ -55,8 +50,7 @@ class Case:
         self.index = self.index.to(self.device)
         self.sink = int32([1, 2, 0]).to(self.device)
 
-    def laid_out(self, layout: Callable[..., Pages]) -> Pages:
-        """Copy the pages into another layout on the device."""
+    def laid_out(self, layout) -> Pages:
         key, value = self.pages
         with torch.device(self.device):
             strided = layout(*key.shape, value.shape[3])
@@ -64,7 +58,7 @@ class Case:
             target.copy_(source)
         return strided
 
-    def on(self, op: Op) -> Callable:
+    def on(self, op):
         return op.on(self.backend)
 
     @property

@@ -1,15 +1,10 @@
-"""Files to import, made up, and what is in them."""
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 
 PROMPT, STEPS, LAYERS, K = 20, 12, 3, 6
 STOP = 7  # the trigger's token id
 
 
-def selection_arrays(**changes: Any) -> dict[str, Any]:
+def selection_arrays(**changes) -> dict:
     """Make the arrays of an indexer's file: positions in any order, at first fewer than K in layer 0."""
     rng = np.random.default_rng(0)
     positions = np.stack([[rng.permutation(PROMPT + step)[:K] for _ in range(LAYERS)] for step in range(STEPS)])
@@ -21,7 +16,6 @@ def selection_arrays(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in (arrays | changes).items() if value is not None}
 
 
-def write_npz(path: Path, **changes: Any) -> Path:
-    """Write them."""
+def write_npz(path, **changes):
     np.savez(path, **selection_arrays(**changes))
     return path

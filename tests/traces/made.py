@@ -1,7 +1,6 @@
 """Traces made up from a seed, with every table, for tests of what reads them."""
 
 import json
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -30,12 +29,11 @@ Sets = dict[tuple[int, int], list[int]]  # by layer and head
 
 
 def overlap(first: list[int], second: list[int]) -> float:
-    """The overlap coefficient, by its definition."""
     return len(set(first) & set(second)) / min(len(first), len(second))
 
 
 def make_trace(
-    folder: Path,
+    folder,
     *,
     steps: int = 60,
     requests: int = 1,
@@ -43,8 +41,8 @@ def make_trace(
     policy: str = "full-kv",
     sentence: int = 10,
     audit: int | None = 1,
-    **manifest: Any,
-) -> Path:
+    **manifest,
+):
     """Write a trace: a trigger every `sentence` steps, supports that jump there and drift in between.
 
     Under "full-kv" every step is slow; otherwise step 0 and those after a trigger are. Under "freekv" fast
@@ -63,7 +61,7 @@ def make_trace(
     return folder
 
 
-def _manifest(policy: str, requests: int, audit: int | None) -> dict[str, Any]:
+def _manifest(policy: str, requests: int, audit: int | None) -> dict:
     settings = {"every": audit, "top": TOP, "layers": None}
     return {
         "schema_version": SCHEMA_VERSION, "sfi_version": "0.1.0", "run_id": "0123456789abcdef" * 2,

@@ -3,9 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +24,7 @@ STEP = {
 }  # fmt: skip
 
 
-def write_trace(folder: Path, tables: dict[str, list[dict[str, Any]]], **manifest: Any) -> Path:
+def write_trace(folder: Path, tables, **manifest) -> Path:
     """Write a trace of given rows; what a row does not name is null, or `STEP`'s in `steps`."""
     make_trace(folder, **({"steps": 1, "policy": "sfi"} | manifest))
     for name in TABLES:
@@ -36,15 +34,14 @@ def write_trace(folder: Path, tables: dict[str, list[dict[str, Any]]], **manifes
     return folder
 
 
-def write_part(folder: Path, name: str, rows: list[dict[str, Any]], number: int = 0) -> Path:
-    """Write one part of a table."""
+def write_part(folder: Path, name: str, rows: list[dict], number: int = 0) -> Path:
     (folder / name).mkdir(exist_ok=True)
     part = folder / name / f"part-{number:05d}.parquet"
     parquet.write_table(pa.Table.from_pylist(rows, schema=TABLES[name]), part)
     return part
 
 
-def fixed_folder(**options: Any) -> Any:
+def fixed_folder(**options):
     """A fixture: the folder of a made-up trace that no test of the module changes."""
 
     @pytest.fixture(scope="module")
@@ -54,7 +51,7 @@ def fixed_folder(**options: Any) -> Any:
     return folder
 
 
-def fixed_trace(**options: Any) -> Any:
+def fixed_trace(**options):
     """A fixture: a made-up trace that no test of the module changes, opened."""
 
     @pytest.fixture(scope="module")
@@ -64,20 +61,17 @@ def fixed_trace(**options: Any) -> Any:
     return trace
 
 
-def change_manifest(folder: Path, **changes: Any) -> Path:
-    """Write other values into a trace's manifest."""
+def change_manifest(folder: Path, **changes) -> Path:
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps(manifest | changes))
     return folder
 
 
-def rewrite(folder: Path, table: str, change: Callable[[list[dict]], list[dict]]) -> None:
-    """Replace a table's rows."""
+def rewrite(folder: Path, table: str, change) -> None:
     write_part(folder, table, change(parquet.read_table(folder / table / "part-00000.parquet").to_pylist()))
 
 
 def redact(folder: Path) -> Path:
-    """Take token ids and text out of a trace."""
     shutil.rmtree(folder / "prompts", ignore_errors=True)
     rewrite(folder, "steps", lambda found: [row | {"token_id": None, "token_text": None} for row in found])
     prompts = [p | {"sha256": None} for p in json.loads((folder / MANIFEST).read_text())["prompts"]]
@@ -90,12 +84,11 @@ def spoil(part: Path) -> Path:
     return part
 
 
-def rows(trace: Trace, name: str, **wanted: Any) -> list[dict]:
-    """Read a table's rows, those with these values."""
+def rows(trace: Trace, name: str, **wanted) -> list[dict]:
     return [row for row in trace.table(name).to_pylist() if wanted.items() <= row.items()]
 
 
-def section(trace: Trace, name: str, request: int | None = None, layer: int | None = None) -> Any:
+def section(trace: Trace, name: str, request: int | None = None, layer: int | None = None):
     """One section of a trace's summary, without the work of the others."""
     return sections(Request.of(trace, request, layer), [name])[name]
 
@@ -105,13 +98,12 @@ def last_of_bin(number: int) -> int:
     return 1 if number <= 1 else 2 ** math.ceil(math.log2(number))
 
 
-def outcome(**values: Any) -> Outcome:
+def outcome(**values) -> Outcome:
     """A replay's outcome with these values, and with zeros."""
     return Outcome(**dict.fromkeys(Outcome.__slots__, 0) | values)
 
 
 def assert_spread(found: dict, values: list[float]) -> None:
-    """Compare a distribution of the summary with its values."""
     assert found["n"] == len(values)
     expected = {
         "mean": np.mean(values), "sd": np.std(values, ddof=1), "min": min(values), "max": max(values),

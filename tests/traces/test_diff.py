@@ -38,7 +38,6 @@ def document(pair) -> dict:
 
 @pytest.fixture
 def own(pair, tmp_path) -> tuple[Trace, Trace]:
-    """A copy of the pair for a test that changes the second one."""
     folders = [shutil.copytree(trace.path, tmp_path / trace.path.name) for trace in pair]
     return Trace.open(folders[0]), Trace.open(folders[1])
 
@@ -194,7 +193,6 @@ def test_a_trace_beside_itself_differs_in_nothing(pair):
 
 
 def changed(folder, table: str, changes: dict[tuple[int, int, int], dict]) -> Trace:
-    """Change rows by step, layer and head."""
     found = rows(Trace.open(folder), table)
     places = [(row["step"], row["layer"], row["head"]) for row in found]
     write_part(folder, table, [row | changes.get(place, {}) for row, place in zip(found, places, strict=True)])

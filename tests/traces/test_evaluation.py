@@ -1,5 +1,3 @@
-"""The folder of an evaluation, what its rows come to, and the figure."""
-
 import errno
 import json
 import re
@@ -12,6 +10,7 @@ from sfi_core.errors import ConfigError, InputError, SfiError
 from sfi_core.measure.evaluation.grid import Cell, Method, at_sizes
 from sfi_traces.record.folder import check_new
 from sfi_traces.results import paired_difference, summarize, summarize_fidelity, wilson
+from sfi_traces.results.plots import plot_bench
 from sfi_traces.results.store import KIND, ResultsFolder
 
 MANIFEST = {
@@ -94,18 +93,15 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
             write()
 
 
-@pytest.mark.parametrize(
-    ("line", "fault"),
-    [
-        (b"{]", "not valid JSON"),
-        (b"\x00" * 30, "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
-        (b"7", "no row of samples"),
-        (json.dumps(row(score=1.5)).encode(), r"score must be in \[0, 1\], got 1.5"),
-        (json.dumps(row(seed="x")).encode(), "seed must be int, got 'x'"),
-        (b'{"method": "sfi"}', "size is missing"),
-    ],
-)
+@pytest.mark.parametrize(("line", "fault"), [
+    (b"{]", "not valid JSON"),
+    (b"\x00" * 30, "not valid JSON"),
+    (b"\xff\xfe", "not valid JSON"),
+    (b"7", "no row of samples"),
+    (json.dumps(row(score=1.5)).encode(), r"score must be in \[0, 1\], got 1.5"),
+    (json.dumps(row(seed="x")).encode(), "seed must be int, got 'x'"),
+    (b'{"method": "sfi"}', "size is missing"),
+])  # fmt: skip
 def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fault):
     results = opened(tmp_path / "results", [row()])
     with (results.path / "samples.jsonl").open("ab") as file:
@@ -122,14 +118,11 @@ def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fau
     assert ([one["seed"] for one in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"kind": "evaluation",\n"a" 1}', r"manifest\.json, line 2: not valid JSON; evaluate again"),
-        ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
-        ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ('{"kind": "evaluation",\n"a" 1}', r"manifest\.json, line 2: not valid JSON; evaluate again"),
+    ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
+    ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
+])  # fmt: skip
 def test_a_damaged_manifest_is_one_line(tmp_path, text, message):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(InputError, match=message) as caught:
@@ -251,3 +244,59 @@ def test_a_figure_has_a_panel_for_each_task_and_length_and_all_methods(tmp_path)
     plot_evaluation({"model": {"name": "made-up"}, "rows": summarize(rows)}, path, kind="svg")
     for words in (*methods, "full-kv", "recall, 512 tokens", "recall, 1,024 tokens"):
         assert f"<!-- {words} -->" in path.read_text()
+
+
+def point(policy: str, context: int, batch: int, rate: float) -> dict:
+    return {
+        "policy": policy, "context": context, "batch": batch, "decode_tokens_per_second": rate,
+        "decode_tokens_per_second_min": rate - 1, "decode_tokens_per_second_max": rate + 1,
+        "repeat_rates": [rate, rate + 1], "slow_rate": None, "roofline_tokens_per_second": 50.0,
+        "ragged": False,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def document() -> dict:
+    return {
+        "rows": [
+            point(policy, context, batch, 1e4 / context + batch)
+            for context in (4096, 8192)
+            for batch in (1, 4)
+            for policy in ("sfi", "full-kv", "quest", "transformers-static")
+        ],
+        "skipped": [],
+        "notes": ["a note"],
+        "model": {"name": "qwen3-0.6b", "dtype": "bfloat16"},
+        "machine": {"processor": "a processor", "threads": 2, "copy_gb_per_s": 9.0},
+    }
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list:
+    figure = pytest.importorskip("matplotlib.figure")
+    saved = []
+    save = figure.Figure.savefig
+
+    def kept(self, *arguments, **options):
+        saved.append(self)
+        return save(self, *arguments, **options)
+
+    monkeypatch.setattr(figure.Figure, "savefig", kept)
+    return saved
+
+
+def test_the_figure_has_a_panel_for_each_batch(tmp_path, document, drawn):
+    plot_bench(document, tmp_path / "x.tmp", kind="svg")
+    assert (tmp_path / "x.tmp").read_bytes().startswith(b"<?xml")
+    panels = drawn[0].axes
+    assert [axes.get_title() for axes in panels] == ["batch 1", "batch 4"]
+    lines = panels[1].get_lines()
+    solid = {line.get_label(): line for line in lines if line.get_linestyle() == "-"}
+    assert [*solid] == ["sfi", "full-kv", "quest", "transformers-static"]
+    assert [*solid["sfi"].get_xdata()] == [4096, 8192]
+    assert [*solid["sfi"].get_ydata()] == [1e4 / 4096 + 4, 1e4 / 8192 + 4]
+    dashed = [line for line in lines if line.get_linestyle() == "--"]
+    assert [line.get_color() for line in dashed] == [
+        solid[policy].get_color() for policy in ("sfi", "full-kv", "quest")
+    ]
+    assert [*dashed[0].get_ydata()] == [50, 50]

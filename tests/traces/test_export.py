@@ -155,7 +155,6 @@ def test_spans_of_a_rank_stay_in_its_process(tmp_path):
 
 
 def spans(*given: tuple[int, str]) -> list[dict]:
-    """Spans of one layer, one after the other."""
     return [
         {
             "request": 0, "step": step, "layer": 0, "name": name, "stream": "main",

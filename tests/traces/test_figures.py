@@ -1,13 +1,11 @@
-"""Figures of a trace: what is on their axes, and that they are drawn."""
-
 import numpy as np
 import pytest
 
 from sfi_core.errors import BackendError, TraceError
+from sfi_traces import Trace
 from sfi_traces import figures as style
 from sfi_traces.figures import KINDS, check_matplotlib, save
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
 from sfi_traces.views.figure_data import REST, HeadMap, lag_lines, lambda_over_time, retained_mass, step_phases
 from tests.traces.made import TOP, WORDS, make_trace
 from tests.traces.small import rewrite
@@ -26,7 +24,6 @@ def full(tmp_path) -> Request:
 
 
 def texts(figure) -> list[str]:
-    """Words above the axes."""
     return [text.get_text() for text in figure.texts]
 
 

@@ -2,7 +2,6 @@
 
 import math
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,16 +9,13 @@ import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import AuditConfig, SfiConfig
 from sfi_core.bundled.example import load_example
 from sfi_core.policies import POLICIES, Triggered
-from sfi_core.settings.engine import AuditConfig
 from sfi_core.settings.policy_names import TRIGGERED
-from sfi_traces import health
+from sfi_traces import ParquetObserver, Trace, health
 from sfi_traces.health import RULES, Watch, judge, line
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from tests.traces.made import CONFIG
 from tests.traces.small import spoil, write_trace
 from tests.traces.test_recorded import bundled
@@ -66,7 +62,7 @@ def sound() -> Tables:
     return tables
 
 
-def _selection(key: dict[str, int], new: list[int], old: list[int] | None) -> dict[str, Any]:
+def _selection(key: dict[str, int], new: list[int], old: list[int] | None) -> dict:
     both = len(set(new) & set(old or ()))
     return {
         **key, "selected": len(new), "positions": new, "reason": "", "lambda_star": 0.01,
@@ -76,7 +72,7 @@ def _selection(key: dict[str, int], new: list[int], old: list[int] | None) -> di
     }  # fmt: skip
 
 
-def each(table: str, **changes: Any) -> Any:
+def each(table: str, **changes):
     """Change rows of a table; a function is called with the row."""
 
     def apply(tables: Tables) -> None:
@@ -87,7 +83,7 @@ def each(table: str, **changes: Any) -> Any:
     return apply
 
 
-def unread(position: int, mass: float) -> Any:
+def unread(position: int, mass: float):
     """Let dense attention look at a position that was not read, in the head of layer 1."""
 
     def apply(tables: Tables) -> None:
@@ -98,11 +94,11 @@ def unread(position: int, mass: float) -> Any:
     return apply
 
 
-def late(row: dict[str, Any]) -> bool:
+def late(row: dict) -> bool:
     return row["step"] > 170
 
 
-def end(row: dict[str, Any]) -> list[int]:
+def end(row: dict) -> list[int]:
     """The last positions before the recent window."""
     last = CONTEXT + row["step"] - CONFIG["recent"]
     return list(range(last - BUDGET, last))
@@ -128,17 +124,17 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def judged(folder: Path, tables: Tables, config: dict[str, Any] | None = None) -> dict[str, Any]:
+def judged(folder, tables: Tables, config: dict[str, Any] | None = None) -> dict:
     settings = CONFIG | {"recent": 16} | (config or {})
     trace = Trace.open(write_trace(folder, tables, config=settings))
     return judge(Request.of(trace))
 
 
-def tripped(found: dict[str, Any]) -> set[str]:
+def tripped(found: dict) -> set[str]:
     return {one["rule"] for one in found["findings"]}
 
 
-def not_judged(found: dict[str, Any]) -> dict[str, str]:
+def not_judged(found: dict) -> dict[str, str]:
     return {one["rule"]: one["reason"] for one in found["not_judged"]}
 
 
@@ -255,10 +251,7 @@ def test_the_triggered_policies_are_those_of_the_core():
     assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
-# --- runs of the bundled checkpoint
-
-
-def run(folder: Path, **config: Any) -> set[str]:
+def run(folder, **config) -> set[str]:
     """Run sfi on a piece of the example, and return the rules that its trace trips."""
     model, tokenizer = bundled()
     ids = tokenizer(load_example().prompt)["input_ids"][-700:]
@@ -271,28 +264,28 @@ def run(folder: Path, **config: Any) -> set[str]:
     return tripped(judge(Request.of(Trace.open(folder))))
 
 
-def break_selector(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+def break_selector(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Let sfi's Selector get logits, and give scores, that are changed."""
     from sfi_core.policies.built_in import sfi  # noqa: PLC0415
 
     whole = sfi.selector
 
-    def on(backend: str) -> Any:
+    def on(backend: str):
         return lambda logits, *rest, **options: change(whole.on(backend), logits, *rest, **options)
 
     monkeypatch.setattr(sfi, "selector", SimpleNamespace(on=on))
 
 
-def zero_scores(select: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def zero_scores(select, *rest, **options) -> tuple[torch.Tensor, torch.Tensor]:
     score, weight = select(*rest, **options)
     return torch.zeros_like(score), weight
 
 
-def zero_logits(select: Any, logits: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def zero_logits(select, logits, *rest, **options) -> tuple[torch.Tensor, torch.Tensor]:
     return select(torch.zeros_like(logits), *rest, **options | {"log_sum_BHGW": None})
 
 
-def broken_logits(select: Any, logits: Any, *rest: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def broken_logits(select, logits, *rest, **options) -> tuple[torch.Tensor, torch.Tensor]:
     score, weight = select(logits, *rest, **options)
     options["diagnostics"]["evidence_norm2"].fill_(math.nan)
     return score, weight * math.nan
@@ -303,14 +296,11 @@ def test_a_sound_run_trips_no_rule_of_the_selection(tmp_path):
     assert not [name for name in found if name.startswith(("selection", "evidence", "sink"))]
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (zero_scores, {"selection_same", "selection_frozen"}),
-        (zero_logits, {"evidence_flat"}),
-        (broken_logits, {"evidence_broken"}),
-    ],
-)
+@pytest.mark.parametrize(("change", "names"), [
+    (zero_scores, {"selection_same", "selection_frozen"}),
+    (zero_logits, {"evidence_flat"}),
+    (broken_logits, {"evidence_broken"}),
+])  # fmt: skip
 def test_a_broken_selector_is_told(change, names, monkeypatch, tmp_path):
     break_selector(monkeypatch, change)
     found = run(tmp_path / "run")

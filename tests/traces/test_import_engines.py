@@ -3,20 +3,17 @@
 import runpy
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
+from sfi_core import AuditConfig, SfiConfig
 from sfi_core.errors import ConfigError, InputError
-from sfi_core.settings.engine import AuditConfig
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.importing import arrays, import_trace
 from sfi_traces.model.check import check
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.replay import Supports, reuse
 from sfi_traces.summary import summarize
 from tests.architectures import prompts, tiny
@@ -28,7 +25,7 @@ PROMPT, NEW, TOP, LAYERS = 40, 24, 12, 4
 
 
 @cache
-def example() -> dict[str, Any]:
+def example() -> dict:
     return runpy.run_path(str(EXAMPLE))
 
 
@@ -80,8 +77,7 @@ def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):
 
 
 @cache
-def attended() -> tuple[Any, list[Any], list[int]]:
-    """Tokens and attention of a plain run of transformers, and the prompt."""
+def attended():
     model = tiny("llama")
     model.set_attn_implementation("eager")
     (prompt,) = prompts(PROMPT)
@@ -95,7 +91,6 @@ def attended() -> tuple[Any, list[Any], list[int]]:
 
 @cache
 def audited(folder: Path) -> Trace:
-    """The same run as sfi records it, with full attention and an audit."""
     config = SfiConfig(trigger_token_ids=(5, 50))
     with ParquetObserver(folder) as observer:
         sfi_core.generate(
@@ -105,16 +100,12 @@ def audited(folder: Path) -> Trace:
     return Trace.open(folder)
 
 
-def save(path: Path, **changes: Any) -> Path:
+def save(path: Path, **changes) -> Path:
     sequence, attentions, _ = attended()
     document = {
-        "sfi_import_version": 1,
-        "attentions": attentions,
-        "token_ids": sequence[PROMPT:],
-        "prompt_token_ids": sequence[:PROMPT],
-        "trigger_token_ids": torch.tensor([5, 50]),
-        "kv_heads": 2,
-    } | changes
+        "sfi_import_version": 1, "attentions": attentions, "token_ids": sequence[PROMPT:],
+        "prompt_token_ids": sequence[:PROMPT], "trigger_token_ids": torch.tensor([5, 50]), "kv_heads": 2,
+    } | changes  # fmt: skip
     kept = {name: value for name, value in document.items() if value is not None}
     if path.suffix == ".pt":
         torch.save(kept, path)
@@ -160,16 +151,13 @@ def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
     assert [row["positions"] for row in one] == [row["positions"] for row in other]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"token_ids": torch.arange(NEW + 1)}, f"must reach the {NEW + 1} steps of token_ids, got {NEW}"),
-        ({"token_ids": torch.arange(NEW - 1)}, f"must end with the {NEW - 1} steps of token_ids"),
-        ({"attentions": None}, "must have step 3, the query at position 42, got pass 3 at 43"),
-        ({"kv_heads": 3}, "kv-heads must divide the 4 query heads, got 3"),
-        ({"positions": torch.zeros(1)}, "unknown array 'positions'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"token_ids": torch.arange(NEW + 1)}, f"must reach the {NEW + 1} steps of token_ids, got {NEW}"),
+    ({"token_ids": torch.arange(NEW - 1)}, f"must end with the {NEW - 1} steps of token_ids"),
+    ({"attentions": None}, "must have step 3, the query at position 42, got pass 3 at 43"),
+    ({"kv_heads": 3}, "kv-heads must divide the 4 query heads, got 3"),
+    ({"positions": torch.zeros(1)}, "unknown array 'positions'"),
+])  # fmt: skip
 def test_attention_that_disagrees_with_its_tokens_is_refused(tmp_path, changes, words):
     if "attentions" in changes:  # a pass is missing
         _, passes, _ = attended()

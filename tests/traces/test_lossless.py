@@ -1,9 +1,8 @@
-"""Traces of lossless runs: their rows, what adds up, and what the commands say of them."""
+"""Traces of lossless runs: their rows, what adds up, what commands say; and one of the bundled checkpoint."""
 
 import json
 import re
-from pathlib import Path
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
@@ -12,16 +11,15 @@ import sfi_core
 from sfi_cli.commands.trace.diff import diff_text
 from sfi_cli.commands.trace.show_views import full_text, show_text
 from sfi_cli.terminal.tables import rendered
-from sfi_core import SfiConfig
+from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.errors import TraceError
 from sfi_core.observers.events import VerificationEvent
-from sfi_core.observers.observer import NullObserver
-from sfi_core.settings.engine import EngineOptions
+from sfi_core.policies import POLICIES
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.export.perfetto import perfetto_text
+from sfi_traces.model.check import check
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import Supports
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.report import render
 from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
@@ -29,6 +27,7 @@ from sfi_traces.views.frames import playable
 from tests.core.conftest import tiny_qwen3
 from tests.traces.made import make_trace
 from tests.traces.small import last_of_bin, rows, section
+from tests.traces.test_recorded import bundled, complete
 
 PROMPT, REQUESTS = 50, (60, 45)
 TRIGGERS = (21, 77)
@@ -41,7 +40,7 @@ CONFIG = SfiConfig(
 class Run(NullObserver):
     """A lossless run of a random model: the verifications that the engine told, and the tokens of each request."""
 
-    def __init__(self, folder: Path, config: SfiConfig = CONFIG, **options: Any) -> None:
+    def __init__(self, folder, config: SfiConfig = CONFIG, **options) -> None:
         self.verifications: list[VerificationEvent] = []
         ids = torch.randint(0, 96, (len(REQUESTS), PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
         with pytest.MonkeyPatch.context() as patch, ParquetObserver(folder, **options) as observer:
@@ -168,14 +167,10 @@ def shares_of(run, request: int, column: int) -> dict[str, float]:
     own = [event for event in run.verifications if event.request == request]
     fates: dict[str, list[bool]] = {}
     for draft in drafts_of(run, own):
-        fates.setdefault(bin_of(draft[column]), []).append(draft[2])
+        number, last = draft[column], last_of_bin(draft[column])
+        name = str(number) if number <= 2 else f"{last // 2 + 1}-{last}"  # "0", "1", "2", "3-4", "5-8", ...
+        fates.setdefault(name, []).append(draft[2])
     return {name: sum(kept) / len(kept) for name, kept in fates.items()}
-
-
-def bin_of(number: int) -> str:
-    """Name of its bin: "0", "1", "2", "3-4", "5-8", ..."""
-    last = last_of_bin(number)
-    return str(number) if number <= 2 else f"{last // 2 + 1}-{last}"
 
 
 def test_a_plain_run_has_no_acceptance(tmp_path):
@@ -216,3 +211,79 @@ def test_the_report_has_a_panel_and_numbers(told):
     assert page.count(": fast, drafted; attended ") == found["accepted"]
     left_out = found["drafted"] - found["accepted"]
     assert f"{left_out} drafting passes without a step of their own are left out" in page
+
+
+CASES = {
+    "boundary": {},
+    "paper": {"slow_start": 1, "trigger_delay": 0, "span": 0, "t_max": 7},
+    "codescan": {"budget": 1, "recent": 2, "codescan": {"rest": 0.0}},
+}
+LOSSLESS = EngineOptions(lossless=True)
+
+
+def settings(name: str) -> SfiConfig:
+    small = {"budget": 6, "recent": 8, "sink": 2, "window_prefill": 4}
+    return SfiConfig().replace(**(small | CASES[name]))
+
+
+def ids_of(result) -> list[list[int]]:
+    return [request.token_ids for request in result.report.requests]
+
+
+@cache
+def plain() -> list[list[int]]:
+    return ids_of(complete(SfiConfig(), policy="full-kv"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
+    config, policy = settings(name), name if name in POLICIES else "sfi"
+    untraced = ids_of(complete(config, policy=policy, engine=LOSSLESS))
+    with ParquetObserver(tmp_path / "run", tokenizer=bundled()[1]) as observer:
+        traced = ids_of(complete(config, policy=policy, engine=LOSSLESS, observers=[observer]))
+    trace = Trace.open(tmp_path / "run")
+    assert trace.lossless
+    document = check(trace)
+    assert (document["problems"], document["steps_checked"]) == ([], True)
+    steps = rows(trace, "steps")
+    for request, tokens in enumerate(traced):
+        own = [row["token_id"] for row in steps if row["request"] == request]
+        assert own == tokens == untraced[request] == plain()[request]
+    layers = trace.manifest["model"]["layers"]
+    row = sum(one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in layers)
+    for one in steps:
+        whole = row * one["cached_tokens"]
+        assert one["moved_bytes"] == whole if one["fast_requests"] == 0 else one["moved_bytes"] < whole
+    assert {one["fast_requests"] == 0 for one in steps} == {True, False}
+    keys = [tuple(row[n] for n in ("request", "step", "layer", "head")) for row in rows(trace, "selections")]
+    assert len(keys) == len(set(keys))
+    drafted, told = (
+        {(row["request"], row["step"]) for row in kept}
+        for kept in (
+            [row for row in steps if row["drafted"]],
+            [row for row in rows(trace, "selections") if row["step"]],
+        )
+    )
+    assert told == drafted if policy != "sfi" else told and not told & drafted
+    found = section(trace, "lossless")
+    assert 0 < found["accepted"] < found["drafted"]
+    assert found["tested"] == len(rows(trace, "logits"))
+
+
+def test_a_drafted_stop_token_ends_the_request_as_its_verification_s_own(tmp_path):
+    config = settings("boundary").replace(budget=24, recent=16)
+    with ParquetObserver(tmp_path / "whole") as observer:
+        whole = ids_of(complete(config, engine=LOSSLESS, observers=[observer]))
+    first = [row for row in rows(Trace.open(tmp_path / "whole"), "steps") if not row["request"]]
+    new = [row for row in first if row["token_id"] not in whole[0][: row["step"]]]
+    stop = next(row["token_id"] for row in reversed(new) if row["drafted"])
+    with ParquetObserver(tmp_path / "run") as observer:
+        complete(config, engine=LOSSLESS, observers=[observer], stop_token_ids=(stop,))
+    trace = Trace.open(tmp_path / "run")
+    assert check(trace)["problems"] == []
+    *kept, last = (row for row in rows(trace, "steps") if not row["request"])
+    assert [row["token_id"] for row in kept] == whole[0][: whole[0].index(stop)]
+    assert (last["token_id"], last["draft_token_id"], last["slow"]) == (stop, stop, True)
+    found = section(trace, "lossless", request=0)
+    given = sum(r["accepted"] for r in rows(trace, "verifications") if not r["request"])
+    assert sum(one["accepted"] for one in found["depths"]) == found["accepted"] == given + 1

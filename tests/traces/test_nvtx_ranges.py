@@ -1,5 +1,3 @@
-"""Ranges that reach a profiler."""
-
 import os
 import shutil
 import subprocess
@@ -121,7 +119,6 @@ def test_nothing_is_done_where_nobody_listens():
 
 
 def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
-    """Steps whose spans somebody hears cannot be replayed."""
     alone = NvtxObserver()
     monkeypatch.setattr(nvtx, "_domain", Listener)
     heard = NvtxObserver()

@@ -25,7 +25,6 @@ trace = fixed_trace(steps=STEPS, requests=2, policy="freekv")
 
 
 def sets(trace: Trace) -> dict[tuple[int, int, int, int], list[int]]:
-    """Supports by request, layer, head and step."""
     names = ("request", "layer", "head", "step")
     return {tuple(r[n] for n in names): r["positions"] for r in rows(trace, "supports")}
 
@@ -91,15 +90,12 @@ def figures():
     return figures
 
 
-@pytest.mark.parametrize(
-    ("read", "section", "kept", "words"),
-    [
-        (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
-        (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
-        (lambda one: compare_heads([one]), "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
-        ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
-    ],
-)
+@pytest.mark.parametrize(("read", "section", "kept", "words"), [
+    (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
+    (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
+    (lambda one: compare_heads([one]), "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
+    ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
+])  # fmt: skip
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, kept, words):
     folder = make_trace(tmp_path / "run", steps=12)
     rewrite(folder, "supports", lambda found: [*filter(kept, found)])

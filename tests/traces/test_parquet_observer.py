@@ -1,5 +1,3 @@
-"""What a recorded run becomes on disk."""
-
 import contextlib
 import hashlib
 import json
@@ -22,9 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import PromptEvent, SelectionEvent
-from sfi_traces.model.trace import Trace
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.record import writer
-from sfi_traces.record.parquet import ParquetObserver
 from sfi_traces.record.rows import TokenText
 from sfi_traces.replay import RecordedVocabulary
 from sfi_traces.schema import TABLES
@@ -198,17 +195,14 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
         assert not any(digest.encode() in path.read_bytes() for digest in hashes)
 
 
-@pytest.mark.parametrize(
-    ("budget", "window", "dense", "asked", "recorded"),
-    [
-        (16384, None, [], None, True),
-        (16385, None, [], None, False),
-        (16385, 64, [], None, True),  # a sliding layer selects nothing
-        (16385, None, [1], None, True),  # nor does one left dense
-        (16385, None, [], True, True),
-        (8, None, [], False, False),
-    ],
-)
+@pytest.mark.parametrize(("budget", "window", "dense", "asked", "recorded"), [
+    (16384, None, [], None, True),
+    (16385, None, [], None, False),
+    (16385, 64, [], None, True),  # a sliding layer selects nothing
+    (16385, None, [1], None, True),  # nor does one left dense
+    (16385, None, [], True, True),
+    (8, None, [], False, False),
+])  # fmt: skip
 def test_positions_are_recorded_while_they_are_few(tmp_path, budget, window, dense, asked, recorded):
     layers = [dict(MODEL["layers"][0]), MODEL["layers"][1] | {"window": window}]
     event = run_event(1, model=MODEL | {"layers": layers}, config=CONFIG | {"budget": budget, "dense_layers": dense})
@@ -280,7 +274,6 @@ def test_a_folder_is_recorded_by_one_at_a_time_and_by_force_neither(tmp_path):
 
 
 def test_an_old_trace_s_links_are_not_followed(tmp_path):
-    """A stranger's folder may hold links to traces and folders of the user's."""
     mine = record(tmp_path / "mine").path
     there = sorted(mine.rglob("*"))
     record(tmp_path / "trace")
@@ -356,8 +349,6 @@ def test_a_killed_run_leaves_a_trace_up_to_its_last_parts(tmp_path):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it is on a CUDA device."""
-
     is_cuda = True
 
 

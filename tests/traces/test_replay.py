@@ -7,14 +7,11 @@ import pytest
 from pyarrow import parquet
 
 import sfi_core
+from sfi_core import AuditConfig, SfiConfig, load
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import TraceError
-from sfi_core.models.load import load
 from sfi_core.policies.built_in.codescan import choosing_tokens
-from sfi_core.settings.config import SfiConfig
-from sfi_core.settings.engine import AuditConfig
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.replay import RecordedVocabulary, Setting, Supports, compare, pareto, replay, replay_request, schedule
 from sfi_traces.replay.replay import top
 from tests.small_example import small_example
@@ -238,15 +235,12 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     assert found.same_schedule
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"policy": "full-kv"}, "must be of --policy sfi or codescan, got full-kv"),
-        ({"model": {**MODEL, "query_heads": 8}}, "of one model, got another query_heads in"),
-        ({"prompts": [{"request": 0, "tokens": 200, "sha256": "1" * 64}]}, "for request 0 in"),
-        ({"redacted": True}, "is redacted; it can be compared with itself only"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"policy": "full-kv"}, "must be of --policy sfi or codescan, got full-kv"),
+    ({"model": {**MODEL, "query_heads": 8}}, "of one model, got another query_heads in"),
+    ({"prompts": [{"request": 0, "tokens": 200, "sha256": "1" * 64}]}, "for request 0 in"),
+    ({"redacted": True}, "is redacted; it can be compared with itself only"),
+])  # fmt: skip
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, changes, message):
     full = Trace.open(make_trace(tmp_path / "full"))
     real = Trace.open(make_trace(tmp_path / "real", **{"policy": "sfi", **changes}))

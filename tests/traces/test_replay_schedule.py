@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from sfi_core.errors import ConfigError, TraceError
-from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_traces.model.steps import Memory
 from sfi_traces.model.trace import Trace
@@ -29,7 +28,7 @@ def slow_at(supports: Supports, setting: Setting) -> dict[int, str]:
     return {step: reason for step, reason in enumerate(schedule(supports, setting)) if reason}
 
 
-def expected(tokens: list[int], config: SfiConfig) -> dict[int, str]:
+def expected(tokens: list[int], config) -> dict[int, str]:
     """Eq. 5 and T_max, written out anew."""
     slow, last = {0: "first"}, 0
     for step in range(1, len(tokens)):
@@ -58,16 +57,13 @@ def test_boundaries_and_t_max_follow_eq_5(supports, seed):
     assert slow_at(changed, rules) == expected(tokens, rules.config)
 
 
-@pytest.mark.parametrize(
-    ("rules", "steps"),
-    [
-        ({"trigger_policy": "never"}, [0]),
-        ({"trigger_policy": "always"}, list(range(STEPS))),
-        ({"t_max": 0}, list(range(STEPS))),
-        ({"trigger_policy": "stride", "stride": 25}, [0, 25, 50]),
-        ({"trigger_policy": "t-max", "t_max": 24}, [0, 25, 50]),
-    ],
-)
+@pytest.mark.parametrize(("rules", "steps"), [
+    ({"trigger_policy": "never"}, [0]),
+    ({"trigger_policy": "always"}, list(range(STEPS))),
+    ({"t_max": 0}, list(range(STEPS))),
+    ({"trigger_policy": "stride", "stride": 25}, [0, 25, 50]),
+    ({"trigger_policy": "t-max", "t_max": 24}, [0, 25, 50]),
+])  # fmt: skip
 def test_policies_without_boundaries(supports, rules, steps):
     assert list(slow_at(supports, setting(**rules))) == steps
 

@@ -1,17 +1,12 @@
 """A run whose steps are replayed leaves the trace of the eager run, but for spans and times."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
 import sfi_core
-from sfi_core import SfiConfig
-from sfi_core.settings.engine import AuditConfig, EngineOptions
+from sfi_core import AuditConfig, EngineOptions, SfiConfig
 from sfi_core.sizes.step import ByteModel
-from sfi_traces.model.trace import Trace
-from sfi_traces.record.parquet import ParquetObserver
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.schema import TABLES
 from sfi_traces.summary import summarize
 from tests.core.conftest import tiny_qwen3
@@ -29,7 +24,7 @@ OWN = {"elapsed_us", "begin_us", "graphs"}
 
 
 def recorded(
-    folder: Path, graphs: bool | None, audit: AuditConfig | None = None, config: SfiConfig = CONFIG, **options: Any
+    folder, graphs: bool | None, audit: AuditConfig | None = None, config: SfiConfig = CONFIG, **options
 ) -> Trace:
     with ParquetObserver(folder, positions=True, **options) as observer:
         sfi_core.generate(
@@ -54,19 +49,19 @@ def traces(tmp_path, recorder) -> tuple[Trace, Trace]:
     return recorded(tmp_path / "eager", False), recorded(tmp_path / "replayed", None)
 
 
-def rows(trace: Trace, table: str) -> list[dict[str, Any]]:
+def rows(trace: Trace, table: str) -> list[dict]:
     found = [{name: value for name, value in row.items() if name not in OWN} for row in trace.table(table).to_pylist()]
     if table == "timings":
         return [row for row in found if row["layer"] is None and row["name"] in SPANS]
     return found
 
 
-def in_order(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def in_order(found: list[dict]) -> list[dict]:
     keys = ("request", "step", "position", "layer", "head", "name")
     return sorted(found, key=lambda row: [str(row.get(key)) for key in keys])
 
 
-def assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+def assert_alike(one: dict, other: dict) -> None:
     for name, value in other.items():
         if isinstance(value, float):
             assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, other)

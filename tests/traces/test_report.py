@@ -38,7 +38,6 @@ def sfi(tmp_path) -> Request:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory) -> tuple[Request, str]:
-    """A view that nothing changes, and its page."""
     folder = tmp_path_factory.mktemp("shown") / "sfi"
     view = Request(Trace.open(make_trace(folder, steps=40, policy="sfi")))
     return view, render(view)
@@ -50,17 +49,14 @@ def full(tmp_path) -> Request:
 
 
 def data(page: str) -> dict:
-    """What the page's script reads."""
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
 
 
 def visible(page: str) -> str:
-    """The page without its scripts."""
     return re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
 
 
 def array(value: dict) -> np.ndarray:
-    """An array as Plotly writes it."""
     flat = np.frombuffer(base64.b64decode(value["bdata"]), value["dtype"])
     return flat.reshape([int(size) for size in value.get("shape", str(len(flat))).split(",")])
 
@@ -106,7 +102,6 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
 
 
 def words(page: str) -> dict:
-    """What the page's script says a step read."""
     return json.loads(re.search(r'<script type="application/json" id="reading">(.*?)</script>', page)[1])
 
 
@@ -222,7 +217,6 @@ def until(page, expression: str) -> None:
 
 @pytest.fixture
 def opened(browser, sfi, tmp_path):
-    """A report with text that would do harm."""
     strange = {"token_text": HOSTILE}
     rewrite(sfi.trace.path, "prompts", lambda rows: [row | strange if row["position"] == 5 else row for row in rows])
     rewrite(sfi.trace.path, "steps", lambda rows: [row | strange if row["step"] == 12 else row for row in rows])
@@ -262,7 +256,6 @@ def test_a_report_with_a_packed_plotly_works_in_a_browser(browser, sfi, tmp_path
 
 
 def test_the_page_works_in_a_browser(opened):
-    """One visit: figures, layer and head, what a pointer shows, dark and light, narrow and wide."""
     page = opened
     _every_figure_is_drawn(page)
     _text_stays_text(page)

@@ -1,5 +1,6 @@
-"""The numbers behind the figures, each recomputed from the trace's rows in plain Python."""
+"""The numbers behind the figures, recomputed in plain Python; set measures; intervals by hand."""
 
+import random
 import statistics
 
 import numpy as np
@@ -7,9 +8,11 @@ import pyarrow as pa
 import pytest
 
 from sfi_core.errors import TraceError
+from sfi_traces import Trace
 from sfi_traces import overlap as overlaps
 from sfi_traces.model.request import Request
-from sfi_traces.model.trace import Trace
+from sfi_traces.overlap import Overlap
+from sfi_traces.results import paired_difference, wilson
 from sfi_traces.summary.supports import selection_facts
 from sfi_traces.views import captions, figure_data
 from sfi_traces.views.figure_data import REST, lag_lines, lambda_over_time, retained_mass, step_phases
@@ -18,12 +21,10 @@ from tests.traces.small import rewrite
 
 
 def rows(view: Request, table: str) -> list[dict]:
-    """The request's rows of a table."""
     return [row for row in view.trace.table(table).to_pylist() if row["request"] == view.index]
 
 
 def supports(view: Request) -> dict[tuple[int, int, int], dict]:
-    """Rows of the supports, by layer, head and step."""
     return {(row["layer"], row["head"], row["step"]): row for row in rows(view, "supports")}
 
 
@@ -179,3 +180,68 @@ def test_supports_that_are_missing_name_an_option_that_exists(sfi, wanted, optio
     rewrite(sfi.trace.path, "supports", lambda found: [row for row in found if row["layer"] == row["head"] == 0])
     with pytest.raises(TraceError, match=f"; record it with {option}$"):
         assert Request(sfi.trace, 0, **wanted).supports
+
+
+def padded_rows(rng: random.Random, shape: tuple[int, ...], width: int) -> tuple[np.ndarray, list[set]]:
+    index, sets = np.full((*shape, width), -1, np.int32), []
+    for place in np.ndindex(shape):
+        chosen = sorted(rng.sample(range(40), rng.randint(0, width)))
+        index[place][: len(chosen)] = chosen
+        sets.append(set(chosen))
+    return index, sets
+
+
+@pytest.mark.parametrize(("first_width", "second_width"), [(8, 8), (3, 20), (20, 1), (0, 4), (5, 0)])
+def test_counts_are_those_of_python_sets(first_width, second_width):
+    rng = random.Random(first_width)
+    first, firsts = padded_rows(rng, (4, 50), first_width)
+    second, seconds = padded_rows(rng, (4, 50), second_width)
+    found = Overlap.of(first, second)
+    pairs = list(zip(firsts, seconds, strict=True))
+    assert found.both.shape == (4, 50)
+    assert found.both.ravel().tolist() == [len(a & b) for a, b in pairs]
+    assert found.first.ravel().tolist() == [len(a) for a in firsts]
+    assert found.second.ravel().tolist() == [len(b) for b in seconds]
+    smaller = [min(len(a), len(b)) for a, b in pairs]
+    expected = [len(a & b) / n if n else np.nan for (a, b), n in zip(pairs, smaller, strict=True)]
+    np.testing.assert_allclose(found.coefficient.ravel(), expected, rtol=1e-6)
+    union = [len(a & b) / len(a | b) if a | b else np.nan for a, b in pairs]
+    np.testing.assert_allclose(found.jaccard.ravel(), union, rtol=1e-6)
+
+
+SKEWED = [0.0] * 12 + [0.1, 0.2, 0.4, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("right", "n", "low", "high"),
+    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055)],
+)
+def test_wilson_interval_is_the_published_one(right, n, low, high):
+    found = wilson([1.0] * right + [0.0] * (n - right))
+    assert found.mean == right / n
+    assert found.n == n
+    assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+
+
+def test_paired_difference_cancels_what_is_hard_for_both():
+    hard = [0.0, 1.0] * 10
+    found = paired_difference(hard, hard)
+    assert (found.mean, found.low, found.high, found.n) == (0.0, 0.0, 0.0, 20)
+
+
+def test_paired_interval_of_two_samples_is_their_range():
+    """Of the four equally likely resamples one is all of either, so 2.5 % lies within it."""
+    found = paired_difference([1.0, 0.5], [0.0, 0.5])
+    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+
+
+def test_paired_difference_refuses_what_is_not_paired():
+    with pytest.raises(ValueError, match="scores must come in pairs, got 2 and 1"):
+        paired_difference([1.0, 0.0], [1.0])
+
+
+def test_the_paired_interval_is_the_percentiles_of_resamples():
+    found = paired_difference(SKEWED, [0.0] * len(SKEWED))
+    drawn = np.random.default_rng(1).integers(len(SKEWED), size=(100_000, len(SKEWED)))
+    ends = np.quantile(np.array(SKEWED)[drawn].mean(1), (0.025, 0.975))
+    assert [found.low, found.high] == pytest.approx(ends, abs=0.01)

@@ -158,19 +158,14 @@ def steps_by_key(trace: Trace) -> dict[tuple[int, int], dict]:
     return {(row["request"], row["step"]): row for row in rows(trace, "steps")}
 
 
-def positions_by_place(trace: Trace) -> dict[tuple[int, int, int], dict[int, list[int]]]:
-    """Positions by request, layer and head, then by step."""
-    found: dict = defaultdict(dict)
-    for row in rows(trace, "supports"):
-        found[row["request"], row["layer"], row["head"]][row["step"]] = row["positions"]
-    return found
-
-
 def test_overlap_within_sentences_and_across_boundaries(sparse):
     """Recomputed from the positions: a pair is across if its steps are of different sentences."""
     steps = steps_by_key(sparse)
     pairs: dict[tuple, list[float]] = defaultdict(list)
-    for (number, layer, _), lists in positions_by_place(sparse).items():
+    places: dict = defaultdict(dict)
+    for row in rows(sparse, "supports"):
+        places[row["request"], row["layer"], row["head"]][row["step"]] = row["positions"]
+    for (number, layer, _), lists in places.items():
         for step in range(1, len(lists)):
             across = steps[number, step]["sentence"] != steps[number, step - 1]["sentence"]
             value = overlap(lists[step - 1], lists[step])

@@ -1,5 +1,3 @@
-"""How long spans took."""
-
 import time
 from types import SimpleNamespace
 
@@ -12,8 +10,6 @@ from tests.traces.told import run_event
 
 
 class Rows:
-    """Gathers the rows of an observer's spans."""
-
     def __init__(self, device: str) -> None:
         self._spans: list = []
         self.observer = TimingObserver(device, self._spans.extend)

@@ -3,7 +3,6 @@
 import math
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from sfi_core.observers.events import (
     StepEvent,
     VerificationEvent,
 )
-from sfi_core.observers.observer import Observer
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, overlap
 
@@ -28,7 +26,7 @@ AUDIT = {"every": 2, "top": 6, "layers": None, "heads": None}
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def run_event(batch: int = 2, **changes: Any) -> RunEvent:
+def run_event(batch: int = 2, **changes) -> RunEvent:
     event = {
         "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu",
         "config": CONFIG, "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
@@ -36,7 +34,7 @@ def run_event(batch: int = 2, **changes: Any) -> RunEvent:
     return RunEvent(**event | changes)
 
 
-def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
+def step_event(request: int = 0, step: int = 0, **changes) -> StepEvent:
     event = {
         "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90,
         "slow": False, "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
@@ -45,7 +43,7 @@ def step_event(request: int = 0, step: int = 0, **changes: Any) -> StepEvent:
     return StepEvent(**event | changes)
 
 
-def wait_for(happened: Callable[[], Any], seconds: float = 60.0) -> None:
+def wait_for(happened, seconds: float = 60.0) -> None:
     """Wait until something has happened."""
     until = time.monotonic() + seconds
     while not happened():
@@ -66,7 +64,7 @@ class Told:
         rows: By table; `token_text` is left out.
     """
 
-    def __init__(self, observer: Observer, first: int, batch: int, steps: int, seed: int, **run: Any) -> None:
+    def __init__(self, observer, first: int, batch: int, steps: int, seed: int, **run) -> None:
         self._observer, self._first = observer, first
         self._rng = random.Random(seed)
         self.rows: Rows = {name: [] for name in TABLES}

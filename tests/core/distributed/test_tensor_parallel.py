@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(folder) -> dict[str, Any]:
+def one(folder) -> dict:
     return tensor_parallel.every_case(folder)
 
 
@@ -70,7 +69,7 @@ def ended(folder) -> list[tuple[int, str, str]]:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder, ended) -> list[dict[str, Any]]:
+def ranks(folder, ended) -> list[dict]:
     written = [folder / f"rank-{rank}.json" for rank in (0, 1)]
     assert all(path.exists() for path in written), ended
     return [json.loads(path.read_text()) for path in written]
@@ -89,7 +88,6 @@ def test_two_ranks_choose_and_select_what_one_process_does(name, one, ranks):
 
 @pytest.mark.parametrize("name", ["llama default", "llama paper"])
 def test_cases_have_several_slow_steps_that_differ_between_requests(name, one):
-    """Otherwise they would prove little."""
     slow_at = one[name]["slow_at"]
     assert len({tuple(steps) for steps in slow_at}) > 1
     assert all(1 < len(steps) < tensor_parallel.STEPS for steps in slow_at)

@@ -2,7 +2,6 @@
 
 import math
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -25,23 +24,23 @@ AUDIT = AuditConfig(every=1, top=TOP)
 
 
 @cache
-def model() -> Any:
+def model():
     return tiny_qwen3()
 
 
-def complete(**options: Any) -> Any:
+def complete(**options):
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
     return sfi_core.generate(options.pop("model", model()), None, options.pop("rows", ROWS), **options)
 
 
 @cache
-def audited(policy: str = "sfi", every: int = 1) -> tuple[Any, RecordingObserver]:
+def audited(policy: str = "sfi", every: int = 1):
     observer = RecordingObserver()
     audit = AuditConfig(every=every, top=TOP)
     return complete(policy=policy, observers=[observer], audit=audit), observer
 
 
-def dense_attentions(row: int, step: int) -> tuple[Any, torch.Tensor]:
+def dense_attentions(row: int, step: int):
     """Attend with transformers' own eager attention, to the tokens that the full-kv run had cached."""
     result, _ = audited("full-kv")
     ids = ROWS[row] + result.report.requests[row].token_ids[:step]
@@ -235,14 +234,11 @@ def test_a_layer_left_dense_retains_everything():
     assert not all((e.retained_H == 1).all() for e in observer.audits if e.layer == 1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"every": 0}, "every must be positive, got 0"),
-        ({"top": -3}, "top must be positive, got -3"),
-        ({"layers": (0, 7)}, r"audit.layers must be among \[0, 1\], got \[7\]"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"every": 0}, "every must be positive, got 0"),
+    ({"top": -3}, "top must be positive, got -3"),
+    ({"layers": (0, 7)}, r"audit.layers must be among \[0, 1\], got \[7\]"),
+])  # fmt: skip
 def test_what_cannot_be_audited_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         complete(audit=AuditConfig(**settings))

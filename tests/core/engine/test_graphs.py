@@ -3,7 +3,6 @@
 import re
 import time
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from sfi_core.engine.attend import prepare
 from sfi_core.engine.graphs import buffers, steps
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless import Drafts
-from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
@@ -36,14 +34,11 @@ CONFIG = SfiConfig(
 NEW = 12
 
 
-def tiny_llama() -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
-
-
 @pytest.fixture(scope="module")
-def models() -> dict[str, Any]:
-    return {"qwen3": tiny_qwen3(), "llama": tiny_llama(), "small": tiny_qwen3(layers=1)}
+def models() -> dict:
+    torch.manual_seed(0)
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
+    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1)}
 
 
 @pytest.fixture
@@ -58,7 +53,7 @@ def complete(monkeypatch, models, recorder):
     """Run with or without graphs; return all that the run said."""
     use_tensors(monkeypatch)
 
-    def run(graphs: bool | None, name: str = "qwen3", **options: Any) -> tuple[Any, ...]:
+    def run(graphs: bool | None, name: str = "qwen3", **options) -> tuple:
         observer = Listener()
         options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), "prompts": PROMPTS, **options}
         result = sfi_core.generate(
@@ -73,7 +68,7 @@ def complete(monkeypatch, models, recorder):
     return run
 
 
-def told(observer: Listener) -> tuple[Any, ...]:
+def told(observer: Listener) -> tuple:
     """Return what the observer heard, without the padding of positions, diagnostics and times."""
     chosen = {(e.step, e.layer, e.request): positions(e.index_HK) for e in observer.selections}
     steps = [
@@ -83,7 +78,7 @@ def told(observer: Listener) -> tuple[Any, ...]:
     return steps, [(e.step, e.slow, e.fast) for e in observer.begun], chosen
 
 
-def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
+def same(graphed: tuple, eager: tuple) -> None:
     (report, heard), (wanted, expected) = graphed, eager
     assert [r.token_ids for r in report.requests] == [r.token_ids for r in wanted.requests]
     assert told(heard) == told(expected)
@@ -100,8 +95,6 @@ def same(graphed: tuple[Any, ...], eager: tuple[Any, ...]) -> None:
 
 
 class Loudest(EvidencePolicy, Triggered):
-    """The policy of docs/your_policy.md."""
-
     def select_after(self, context: Evidence) -> Selection:
         return best(context, context.probability().amax(dim=(2, 3)), self.config.budget)
 
@@ -153,7 +146,7 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     prompt learns its first basis; the first one learns its own again before the fourth."""
     learned = []
 
-    def learn(*args: Any) -> None:
+    def learn(*args) -> None:
         with recorder.refusing(Tape(host=True)) as tape:
             prepare(*args)
         learned.append((args[0].index, recorder.plays, bool(tape.played)))
@@ -170,8 +163,7 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
 
 
 @pytest.fixture
-def runs(monkeypatch) -> list[Run]:
-    """The lossless runs."""
+def runs(monkeypatch):
     found = []
 
     class Kept(Drafts):
@@ -195,10 +187,7 @@ LOSSLESS = {
 
 @pytest.mark.parametrize("case", LOSSLESS)
 def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
-    """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between.
-
-    Tokens, records and the cache are those of eager passes, and the tokens full attention's.
-    """
+    """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between."""
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"config": config, "policy": "sfi", **LOSSLESS[case]}

@@ -5,7 +5,6 @@ The kernels' references stand in for the kernels, so that a run of six layers ta
 
 import gc
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ CONFIG = SfiConfig(
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_qwen3(layers=LAYERS)
 
 
@@ -37,7 +36,7 @@ def model() -> Any:
 def complete(monkeypatch, model):
     """Run on the triton backend with a side of one's own; return all that the run said."""
 
-    def run(side: Any, **options: Any) -> tuple[Any, ...]:
+    def run(side, **options) -> tuple:
         monkeypatch.setattr(
             "sfi_core.engine.maintenance.side_of", lambda *_, overlap: side if overlap else SideStream()
         )

@@ -1,16 +1,18 @@
-"""A pass in which each request does its own: one reads its prompt, one decodes fast, one slow."""
+"""Passes in which each request does its own, and which query of a verification selects."""
 
 import pytest
 import torch
 
-from sfi_core import SfiConfig
+from sfi_core import SfiConfig, slow_fast
 from sfi_core.engine.attend import attend
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
+from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.step_descriptor import PROMPT, SLOW
+from tests.core.conftest import tiny_qwen3
 from tests.fakes import RecordingObserver
 
 H, G, D, PAGE, CAPACITY = 2, 2, 16, 16, 64
@@ -104,3 +106,44 @@ def test_a_pass_says_what_it_is():
     assert prompt(3).kind == PROMPT
     assert prompt(0) == REST
     assert [one.generates for one in (REST, prompt(3, ends=False), prompt(3), FAST_STEP)] == [False, False, True, True]
+
+
+LONG, BLOCK = 60, [5, 9, 7]
+
+
+@torch.inference_mode()
+def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, int]:
+    """Return the first layer's evidence of a pass of tokens behind verified ones, and the tokens before it."""
+    config = SfiConfig(trigger_token_ids=(1,), budget=8, recent=8, sink=2)
+    found: list[torch.Tensor] = []
+
+    def select_after(context):
+        found.append(context.logits())
+
+    torch.manual_seed(0)
+    model = tiny_qwen3()
+    ids_BT = torch.arange(LONG)[None] % 50
+    with slow_fast(model, None, config) as session:
+        decoder = Decoder(session=session, ids_BT=ids_BT, mask_BT=torch.ones_like(ids_BT), capacity=LONG + 8)
+        decoder.prefill()
+        decoder.run.record([tokens[0]])
+        run = session.run
+        run.policy.select_after = select_after
+        for block in (verified, tokens):
+            if not block:
+                continue
+            found.clear()
+            start = run.requests[0].length
+            run.begin([RequestPass.decode("limit", len(block))])
+            decoder.cache.see(start)
+            decoder.drafting().planned_pass(run, block, range(start, start + len(block)))
+            run.recorded = True
+    return found[0][0], LONG + len(verified)
+
+
+def test_the_evidence_is_that_of_the_last_query():
+    """A query's logits in the first layer depend on its own token and on the keys before it."""
+    several, _ = evidence_of(BLOCK, [])
+    alone, _ = evidence_of(BLOCK[-1:], BLOCK[:-1])
+    torch.testing.assert_close(several, alone)
+    assert several.shape[-1] == LONG + len(BLOCK)

@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -24,26 +23,26 @@ PLAIN = EngineOptions(overlap=False, graphs=False)
 
 
 @cache
-def model() -> Any:
+def model():
     return tiny_qwen3(layers=RING_PLACES + 3).cuda()
 
 
-def complete(engine: EngineOptions, **options: Any) -> Any:
+def complete(engine: EngineOptions, **options):
     options = {"config": CONFIG, "max_new_tokens": 64, "stop_token_ids": (), **options}
     engine = replace(engine, backend="triton")
     return sfi_core.generate(model(), None, options.pop("prompts", PROMPTS), engine=engine, **options).report
 
 
-def tokens(report: Any) -> list[list[int]]:
+def tokens(report) -> list[list[int]]:
     return [request.token_ids for request in report.requests]
 
 
 @cache
-def plain(**options: Any) -> Any:
+def plain(**options):
     return complete(PLAIN, **options)
 
 
-def check_replayed(report: Any) -> None:
+def check_replayed(report) -> None:
     """The first step with 1, with 2 and with 3 or 4 slow requests may run unrecorded."""
     once = report.paths.get("graph.eager", 0)
     assert once <= 3
@@ -102,13 +101,9 @@ def test_a_model_that_waits_for_the_device_runs_eagerly():
 
 
 TIERS = {
-    "sfi": {},
-    "snapkv": {},
-    "quest": {},
-    "codescan": {},
-    "freekv": {"freekv": {"page": 16}},
+    "sfi": {}, "snapkv": {}, "quest": {}, "codescan": {}, "freekv": {"freekv": {"page": 16}},
     "synckv": {"synckv": {"heads": "even"}},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", TIERS)

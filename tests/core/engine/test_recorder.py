@@ -3,18 +3,36 @@
 import gc
 import threading
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sfi_core
+from sfi_core import EngineOptions
+from sfi_core.distributed.ranks import ALONE
 from sfi_core.engine.graphs.recorder import CudaRecorder, no_collection, refuse_waiting
 from sfi_core.engine.maintenance import main_stream
-from sfi_core.errors import BackendError
+from sfi_core.engine.run import Run
+from sfi_core.errors import BackendError, ConfigError
+from sfi_core.hosts.transformers.replays import records_steps
+from sfi_core.measure.bench.bench import Bench
+from sfi_core.measure.bench.ours import run_ours
+from sfi_core.measure.bench.rows import point_rows
+from sfi_core.measure.bench.runs import BenchRow, Prompts, variants
+from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.measure.kernel_bench.timing import CudaClock
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.sizes.step import ByteModel
 from sfi_core.state.side_stream import stream_of
+from sfi_kernels.pack import pack
+from tests.core.conftest import tiny_qwen3
+from tests.core.engine.test_graphs import CONFIG
 from tests.cuda_clocks import Device
+from tests.fake_graph import FakeRecorder, use_tensors
+from tests.fakes import Listener, RecordingObserver
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for CUDA")
 CUDA = torch.device("cuda:0")
@@ -25,15 +43,14 @@ WAITS = (aten._local_scalar_dense.default, aten.nonzero.default)  # noqa: SLF001
 class Watchful(TorchDispatchMode):
     """Refuses what waits, in the words of PyTorch's synchronization check."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func in WAITS:
             raise RuntimeError("called a synchronizing CUDA operation")
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
-def modes(monkeypatch) -> list[Any]:
-    """List what the check was set to."""
+def modes(monkeypatch) -> list:
     found = [0]
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: found[-1])
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.append)
@@ -45,7 +62,7 @@ class Looks(torch.nn.Module):
         super().__init__()
         self.look = look
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor):
         return self.look(x + 1)
 
 
@@ -74,7 +91,7 @@ def captures(monkeypatch, modes) -> list[bool]:
     found: list[bool] = []
 
     @contextmanager
-    def capture(*_: Any, **__: Any):
+    def capture(*_, **__):
         yield
         found.append(gc.isenabled())
 
@@ -170,3 +187,129 @@ def test_a_capture_that_cuda_refuses_is_no_step_to_replay(captures):
     with pytest.raises(BackendError, match=said):
         CudaRecorder(CUDA)(work)
     assert gc.isenabled()
+
+
+PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(9, 50))]
+
+
+class Deaf(RecordingObserver):
+    wants = frozenset()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_qwen3()
+
+
+@pytest.fixture
+def recorder(monkeypatch) -> FakeRecorder:
+    made = FakeRecorder()
+    made.install(monkeypatch)
+    use_tensors(monkeypatch)
+    return made
+
+
+@pytest.fixture
+def complete(model, recorder):
+    def run(graphs: bool | None, *observers, **options):
+        options = {"max_new_tokens": 8, "prompts": PROMPTS, "config": CONFIG, **options}
+        prompts, config = options.pop("prompts"), options.pop("config")
+        return sfi_core.generate(
+            model, None, prompts, config, page_size=16, stop_token_ids=(),
+            observers=observers, engine=EngineOptions(backend="triton", graphs=graphs), **options,
+        ).report  # fmt: skip
+
+    return run
+
+
+def test_twice_as_many_steps_leave_as_many_counts(complete, monkeypatch):
+    monkeypatch.delitem(pack.__dict__, "triton")  # no tensors stand for this kernel
+    runs: list[Run] = []
+    begin = Run.begin_decode
+    monkeypatch.setattr(Run, "begin_decode", lambda run: runs.append(run) or begin(run))
+    config = CONFIG.replace(t_max=1, trigger_token_ids=())
+    sizes = []
+    for steps in (5, 9):
+        report = complete(True, config=config, prompts=PROMPTS[:2], max_new_tokens=steps)
+        meter, (kernel,) = runs[-1].meter, report.kernels
+        layers, later = 2, len(report.requests[0].slow_at) - 1
+        assert (kernel.name, kernel.launches) == ("pack", layers * (2 + later)), "each prompt packs, then both together"
+        sizes.append([len(meter.kernels), len(meter.paths)])
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_selections_that_nobody_hears_make_no_events(complete, monkeypatch, graphs):
+
+    def told(*observers) -> list:
+        requests = complete(graphs, *observers).requests
+        return [(r.token_ids, r.mean_attended_tokens) for r in requests]
+
+    def refuse(self: SelectionEvent, **_) -> None:
+        raise LookupError("an event for nobody")
+
+    expected = told(Listener())
+    monkeypatch.setattr(SelectionEvent, "__init__", refuse)
+    assert told(Deaf()) == expected
+    with pytest.raises(LookupError, match="an event for nobody"):
+        told(Listener())
+
+
+def test_spans_that_nobody_hears_keep_no_step_from_being_replayed(complete):
+    assert complete(True, Deaf(), max_new_tokens=4).paths["graph.replay"] > 0
+
+
+def bench_row(model, asked: DecodeSettings) -> BenchRow:
+    (point,), (variant,), (batch,) = asked.points(), variants(asked), asked.batches
+    prompts = Prompts.of(asked, point, 96, torch.device("cpu"))
+    bytes_ = ByteModel(weight_bytes=1000, batch=batch, row_bytes=8, heads=2, layers=1)
+    return BenchRow(model, variant, point, asked, prompts, bytes_)
+
+
+def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
+    asked = DecodeSettings(
+        policies=("sfi",), contexts=(40,), batches=(3,), baselines=(), steps=9, warm_up=4,
+        slow_rate=Fraction(1, 3), engine=EngineOptions(backend="triton"),
+        config=CONFIG.replace(trigger_delay=1),
+    )  # fmt: skip
+    ran, tapes = bench_row(model, asked), []
+    ran.on_step = lambda _: tapes.append(recorder.tapes)
+    sample = run_ours(ran)
+    ran.samples = [sample, sample]
+    assert tapes[asked.warm_up] == tapes[-1] == 3, "all fast, one slow, all slow"
+    assert sample.report.paths["graph.replay"] == asked.total_steps
+    assert "graph.eager" not in sample.report.paths
+    (row,) = point_rows([ran], 1.0)
+    assert row["paths"]["graph.replay"] == 2 * asked.total_steps
+    assert row["not_replayed"] is None
+    bench = Bench(model, asked)
+    bench.rows = [row]
+    assert bench.document()["notes"] == []
+
+
+def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
+    asked = DecodeSettings(
+        policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
+        engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
+    )  # fmt: skip
+    ran = bench_row(model, asked)
+    ran.samples = [run_ours(ran)]
+    (row,) = point_rows([ran], 1.0)
+    reason = "CUDA graphs must be off with policy quest, which selects at fast steps"
+    assert row["paths"]["graph.eager"] == asked.total_steps
+    assert row["not_replayed"].startswith(reason)
+    bench = Bench(model, asked)
+    bench.rows = [row, row]
+    (note,) = bench.document()["notes"]
+    assert note.startswith(f"quest: steps ran one kernel after the other: {reason}")
+
+
+def test_steps_of_several_ranks_are_refused_with_the_reason(model, recorder):
+    with sfi_core.slow_fast(model, None, CONFIG, engine=EngineOptions(backend="triton")) as session:
+        assert records_steps(session)
+        session.ranks = replace(ALONE, size=2)
+        assert not records_steps(session)
+        session.engine = EngineOptions(graphs=True)
+        with pytest.raises(ConfigError, match=r"must be off with tensor parallelism, whose ranks"):
+            records_steps(session)
+        session.ranks = ALONE

@@ -1,7 +1,5 @@
 """A prompt read once gives every policy what it would have read itself."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ CONFIG = SfiConfig(
 CAPACITY = 50 + NEW
 
 
-def complete(model: Any, policy: str, shared: Any = None, **options: Any) -> Any:
+def complete(model, policy: str, shared=None, **options):
     return sfi_core.generate(
         model, None, options.pop("prompts", PROMPTS), options.pop("config", CONFIG), policy=policy,
         max_new_tokens=NEW, stop_token_ids=(), shared=shared, **options,
@@ -32,19 +30,19 @@ def complete(model: Any, policy: str, shared: Any = None, **options: Any) -> Any
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model: Any) -> Any:
+def shared(tiny_model):
     return read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, engine=EngineOptions(prefill_chunk=16))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model: Any, shared: Any, policy: str):
+def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model, shared, policy: str):
     """Twice, so that a run that spoils the prompt for the next would show."""
     own = complete(tiny_model, policy, engine=EngineOptions(prefill_chunk=16)).report.requests
     for _ in range(2):
         assert complete(tiny_model, policy, shared).report.requests == own
 
 
-def test_the_observers_and_the_audit_see_the_same_run(tiny_model: Any, shared: Any):
+def test_the_observers_and_the_audit_see_the_same_run(tiny_model, shared):
     seen = []
     for begin in (None, shared):
         observer = RecordingObserver()
@@ -68,27 +66,24 @@ def test_sliding_layers_states_soft_caps_sinks_and_latents_come_along(label: str
         assert complete(model, policy, prompt, prompts=rows).report.requests == own
 
 
-def test_the_time_of_the_dense_pass_counts(tiny_model: Any, shared: Any):
+def test_the_time_of_the_dense_pass_counts(tiny_model, shared):
     report = complete(tiny_model, "sfi", shared).report
     assert report.prefill_seconds > shared.seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("prompts", "options", "message"),
-    [
-        ([[1, 2, 3]], {}, "shared must be of the same prompts, got others"),
-        (PROMPTS, {"max_new_tokens": 21}, "shared must be read with a capacity of 71 tokens, got 70"),
-        (PROMPTS, {"page_size": 16}, "shared must be read with backend torch and pages of 16 tokens"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tiny_model: Any, shared: Any, prompts, options, message):
+@pytest.mark.parametrize(("prompts", "options", "message"), [
+    ([[1, 2, 3]], {}, "shared must be of the same prompts, got others"),
+    (PROMPTS, {"max_new_tokens": 21}, "shared must be read with a capacity of 71 tokens, got 70"),
+    (PROMPTS, {"page_size": 16}, "shared must be read with backend torch and pages of 16 tokens"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(tiny_model, shared, prompts, options, message):
     arguments = {"max_new_tokens": NEW, "stop_token_ids": (), **options}
     with pytest.raises(ConfigError) as caught:
         sfi_core.generate(tiny_model, None, prompts, CONFIG, shared=shared, **arguments)
     assert str(caught.value).startswith(message)
 
 
-def test_queries_that_were_not_kept_are_missed(tiny_model: Any):
+def test_queries_that_were_not_kept_are_missed(tiny_model):
     short = read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, window=3)
     with pytest.raises(ConfigError, match="window must keep 4 queries of the prompt, got 3"):
         complete(tiny_model, "sfi", short)

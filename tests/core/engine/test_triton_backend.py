@@ -2,7 +2,6 @@
 
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -33,11 +32,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @cache
-def model() -> Any:
+def model():
     return tiny_qwen3().to(DEVICE)
 
 
-def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
+def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options):
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
     own = {name: options.pop(name) for name in ("prefill_chunk", "graphs") if name in options}
     engine = EngineOptions(backend=backend, **own)
@@ -45,7 +44,7 @@ def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options: Any) -
 
 
 @cache
-def recorded(backend: str) -> tuple[Any, RecordingObserver]:
+def recorded(backend: str):
     """Complete once for all tests that look at the same run; the requests are slow at different steps."""
     observer = RecordingObserver()
     result = complete(backend, observers=[observer])
@@ -54,7 +53,7 @@ def recorded(backend: str) -> tuple[Any, RecordingObserver]:
 
 
 @pytest.mark.parametrize(("policy", "more"), [*((one, {}) for one in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])
-def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any, monkeypatch: pytest.MonkeyPatch):
+def test_every_policy_gives_the_tokens_of_the_references(policy: str, more, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps, or wait; the prompt comes in pieces."""
     monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not asked for")
     options = {"policy": policy, "prefill_chunk": 40, **more}
@@ -81,7 +80,7 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, more: Any,
     ],
     ids=str,
 )
-def test_every_setting_gives_the_tokens_of_the_references(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+def test_every_setting_gives_the_tokens_of_the_references(change: dict, monkeypatch: pytest.MonkeyPatch):
     use_references(monkeypatch)  # which read numbers on the host: no graphs
     options = {"prompts": PROMPTS[1:], "config": CONFIG.replace(**change), "graphs": False}
     assert tokens(complete("triton", **options)) == tokens(complete("torch", **options))

@@ -1,7 +1,5 @@
 """FreeKV and SyncKV on the Triton kernels, beside the torch backend."""
 
-from typing import Any
-
 import pytest
 
 import sfi_core
@@ -15,7 +13,7 @@ NEW = {"freekv": 5}  # which selects at every step, twice: the interpreter is sl
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EVEN = {"heads": "even", "stride": 3}
 PAGES = {"page": 8, "tau": 0.2, "first_layer_dense": False}
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+WAYS = {
     "freekv": ("freekv", {"freekv": PAGES}),
     "synckv": ("synckv", {"synckv": EVEN}),
     "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
@@ -23,7 +21,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 KEPT = ("freekv", "synckv")
 
 
-def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]:
+def run(backend: str, way: str, **options):
     policy, change = WAYS[way]
     observer = RecordingObserver()
     model = four_heads().to(DEVICE)
@@ -39,7 +37,7 @@ def run(backend: str, way: str, **options: Any) -> tuple[Any, RecordingObserver]
     return result.report, observer
 
 
-def chosen(observer: RecordingObserver) -> dict[Any, Any]:
+def chosen(observer: RecordingObserver) -> dict:
     """Return the positions of the heads that have selected, by request, step, layer and reason."""
     made = {}
     for event in observer.selections:

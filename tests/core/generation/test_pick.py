@@ -1,7 +1,6 @@
 """Tokens of several positions of a pass: the tokens, one by one, that steps would pick."""
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -40,7 +39,6 @@ def ids() -> torch.Tensor:
 
 
 def stepped(sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor) -> list[list[int]]:
-    """The tokens of each row by steps."""
     sampler = Sampler(sampling, ids, seed=4)
     steps = [sampler(logits_BV, RUNNING) for logits_BV in logits_SBV]
     return [list(row) for row in zip(*steps, strict=True)]
@@ -68,9 +66,7 @@ def test_positions_of_a_pass_get_the_tokens_of_steps(sampling: Sampling, ids: to
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-def test_the_batch_and_its_pieces_change_no_token(
-    sampling: Sampling, ids: torch.Tensor, logits_SBV: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_batch_and_its_pieces_change_no_token(sampling, ids, logits_SBV, monkeypatch):
     expected = stepped(sampling, ids, logits_SBV)
     for row in range(B):
         alone = Sampler(sampling, ids[row : row + 1], seed=4, first=row)
@@ -147,7 +143,7 @@ def split_mix(seed: int, count: int) -> list[int]:
     return numbers
 
 
-def bits(keys: Sequence[int], size: int) -> list[list[int]]:
+def bits(keys, size: int) -> list[list[int]]:
     found = random_bits(torch.tensor(keys), size).tolist()
     return [[number % WORD for number in row] for row in found]
 

@@ -36,7 +36,6 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_processors_are_those_transformers_generates_with(settings: dict, ids: torch.Tensor, tiny_model):
-    """Same classes in the same order, and the same scores."""
     config = GenerationConfig(**{"top_k": 0, "do_sample": Sampling(**settings).do_sample, **settings})
     theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
     ours = processors(Sampling(**settings))
@@ -45,15 +44,12 @@ def test_processors_are_those_transformers_generates_with(settings: dict, ids: t
     assert torch.equal(ours(ids, logits.clone()), theirs(ids, logits.clone()))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "rule"),
-    [
-        ("temperature", -1.0, "at least 0"),
-        ("temperature", float("nan"), "at least 0 and finite"),
-        ("top_p", 1.1, "in (0, 1]"),
-        ("repetition_penalty", 0.0, "positive"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "rule"), [
+    ("temperature", -1.0, "at least 0"),
+    ("temperature", float("nan"), "at least 0 and finite"),
+    ("top_p", 1.1, "in (0, 1]"),
+    ("repetition_penalty", 0.0, "positive"),
+])  # fmt: skip
 def test_values_out_of_range_are_refused(name: str, value: float, rule: str):
     with pytest.raises(ConfigError) as caught:
         Sampling(**{name: value})
@@ -145,7 +141,6 @@ def test_broken_logits_are_named_with_step_and_request(ids: torch.Tensor, bad: f
 
 
 def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tensor):
-    """Every scaled score was infinite, and token 0 came out again and again."""
     logits = torch.randn(B, V)
     low = Sampler(Sampling(temperature=1e-36), ids)
     assert low(logits, RUNNING) == logits.argmax(-1).tolist()
@@ -154,9 +149,7 @@ def test_a_temperature_that_leaves_the_range_of_float32_is_named(ids: torch.Tens
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-def test_forbidden_tokens_are_never_drawn_and_logits_without_any_other_are_broken(
-    ids: torch.Tensor, temperature: float
-):
+def test_forbidden_tokens_are_never_drawn_and_logits_without_any_other_are_broken(ids, temperature):
     """Some models give -inf to tokens that they never say."""
     logits = torch.full((B, V), -torch.inf)
     logits[:, 11] = 0.0

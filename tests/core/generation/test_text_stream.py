@@ -1,7 +1,4 @@
-"""Tokens become text as they come."""
-
 from random import Random
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -30,7 +27,7 @@ def llama_2_like() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **SPECIAL)
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
+def encode(tokenizer, text: str) -> list[int]:
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 

@@ -54,7 +54,6 @@ def alone(label, way):
     each_value(["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3", "granite-4"], [2, 3, None, 1]),
 )
 def test_a_request_gets_what_it_gets_alone(label, max_batch):
-    """Tokens, slow steps, reasons and what was read; the third row of `LIMITS` ends with its first token."""
     assert reports(label, max_batch=max_batch) == alone(label, "sfi")
 
 
@@ -66,7 +65,6 @@ def test_it_does_under_every_kind_of_policy_and_trigger(way):
 
 
 def test_the_slow_steps_of_those_requests_differ():
-    """So that the tests above are about requests that decide alone."""
     assert len({tuple(request.slow_at) for request in alone("gemma-2", "sfi")}) > 3
 
 
@@ -186,8 +184,6 @@ def runs(monkeypatch):
 
 
 class Watch(NullObserver):
-    """Looks at something whenever a step has been made."""
-
     def __init__(self, look):
         self.seen, self._look = [], look
 
@@ -288,7 +284,6 @@ def test_ctrl_c_while_a_prompt_is_read_keeps_the_others():
 
 @pytest.mark.parametrize(("passes", "place"), [(6, "at step 5 in request 0"), (3, "at step 0 in request 2")])
 def test_broken_logits_name_the_request_and_its_own_step(passes, place):
-    """Of a request that decodes, and of a newcomer's prompt."""
     shown = []
     with break_logits(tiny("qwen3"), lambda: len(shown) == passes):
         result = run("qwen3", ROWS, LIMITS, max_batch=2, on_token=shown.append)

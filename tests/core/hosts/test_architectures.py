@@ -7,11 +7,12 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from sfi_core import EngineOptions, generate, slow_fast
+from sfi_core import AuditConfig, EngineOptions, generate, slow_fast
 from sfi_core.errors import UnsupportedModelError
 from sfi_core.hosts.transformers.checks import check_supported
 from tests.architectures import BY_LABEL, PAGE, REFUSED, SMALL, WORKS, padded, page, prompts, tiny
 from tests.covering import each_value
+from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.seam
 
@@ -85,7 +86,6 @@ def test_slow_step_every_time_gives_full_attentions_tokens(label, rule):
 
 @pytest.mark.parametrize("label", HANDFUL)
 def test_small_budget_reads_less_and_moves_the_logits(label):
-    """So that the other tests with a small budget compare sparse runs."""
     batch = padded(prompts(37))
     options = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 2}
     dense = tiny(label).generate(**batch, **options).logits[1]
@@ -121,7 +121,6 @@ def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
 
 
 def traces_of_sfi(model):
-    """List what `slow_fast` puts on a model."""
     hooks = [*model._forward_pre_hooks, *model._forward_hooks]  # noqa: SLF001
     own = [name for name in ("generate", "forward") if name in model.__dict__]
     return model.config._attn_implementation, [*hooks, *own]  # noqa: SLF001
@@ -172,3 +171,75 @@ def test_a_sparse_model_is_refused_whatever_its_cache_looks_like():
 def test_page_lists_the_architectures():
     """`python tests/architectures.py --write` writes it anew."""
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+EVEN = {"heads": "even", "stride": 3}
+PAGES = {"page": 4, "tau": 0.3, "first_layer_dense": False}
+WAYS = {
+    "freekv": ("freekv", {"freekv": PAGES}),
+    "codescan": ("codescan", {}),
+    "synckv": ("synckv", {"synckv": EVEN}),
+    "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
+}
+CASES = each_value(HANDFUL, WAYS)
+
+
+def run(label: str, way: str, rows: list[list[int]], config=SMALL, **options):
+    """Run our own loop on the torch backend; return the report's requests."""
+    policy, change = WAYS[way]
+    return generate(
+        tiny(label), None, rows, config.replace(**change), policy=policy, stop_token_ids=(),
+        **{"max_new_tokens": STEPS, **options},
+    ).report.requests  # fmt: skip
+
+
+@pytest.mark.parametrize(("label", "way"), CASES)
+def test_a_budget_of_all_positions_gives_full_attentions_tokens(label: str, way: str):
+    """Requests with a sink and a recent window only, too: one more token leaves each step."""
+    requests = run(label, way, prompts(*LENGTHS[3]), WHOLE)
+    assert [request.token_ids for request in requests] == reference(label, 3)
+
+
+@pytest.mark.parametrize(("way", "length"), each_value(WAYS, [10, 1, 9, 11, 3]))
+def test_a_budget_of_all_positions_does_however_short_the_prompt(way: str, length: int):
+    """Of 10 tokens all are sink or recent, and the first leaves the window in step 1."""
+    row, config = prompts(length), WHOLE.replace(sink=4, recent=6)
+    full = generate(
+        tiny("llama"), None, row, config, policy="full-kv", max_new_tokens=STEPS, stop_token_ids=()
+    ).report.requests
+    assert run("llama", way, row, config)[0].token_ids == full[0].token_ids
+
+
+@pytest.mark.parametrize(("label", "way"), CASES)
+def test_a_row_of_a_ragged_batch_equals_the_row_alone(label: str, way: str):
+    rows = prompts(*LENGTHS[4])
+    together = run(label, way, rows)
+    assert together == [run(label, way, [row])[0] for row in rows]
+    assert min(request.read_ratio for request in together) < 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_pages_and_places_change_nothing(way: str):
+    rows = prompts(9, 37, 3, 24)
+    limits = [7, 3, 12, 5]
+    expected = run("gemma-2", way, rows, max_new_tokens=limits)
+    pieces = {"engine": EngineOptions(prefill_chunk=5)}
+    for options in (pieces, {"max_batch": 2}, {"max_batch": 3, "page_size": 16}):
+        assert run("gemma-2", way, rows, max_new_tokens=limits, **options) == expected, options
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_heads_change_what_is_read(way: str):
+    assert run("llama", way, prompts(37))[0].read_ratio < 0.9
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_audit_changes_nothing_and_sees_heads_that_read_everything(way: str):
+    """A head that has read everything keeps all of its attention; others lose some."""
+    rows, observer = prompts(37, 9), RecordingObserver()
+    audited = run("qwen3", way, rows, observers=[observer], audit=AuditConfig(every=1, top=5))
+    assert audited == run("qwen3", way, rows)
+    kept = [event.retained_H.tolist() for event in observer.audits if event.step > 0]
+    assert any(share < 0.99 for heads in kept for share in heads)
+    if way != "freekv":  # whose heads differ in what they select, not in how much they read
+        assert any((heads[0] == 1.0) != (heads[1] == 1.0) for heads in kept)

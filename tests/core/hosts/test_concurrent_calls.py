@@ -1,7 +1,6 @@
 """Several threads and one model: no call changes another's tokens, and plain calls beside stay plain."""
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Barrier, Thread
@@ -44,7 +43,7 @@ def own_loop(model, session, row, together):
 
 
 @contextmanager
-def within(model, call) -> Iterator[list]:
+def within(model, call):
     """Make one call from another thread in the middle of the next forward pass of the model; yield its results."""
     results = []
 

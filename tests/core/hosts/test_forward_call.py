@@ -1,7 +1,5 @@
 """Decoding steps of `model.generate` and of other loops are compiled on a CPU, and give what eager steps give."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ IDS, MASK = left_pad(prompts(60, 21), torch.device("cpu"))
 EAGER = EngineOptions(graphs=False)
 
 
-def answers(label: str, engine: EngineOptions | None, calls: list[dict[str, Any]], **options: Any) -> tuple[Any, Any]:
+def answers(label: str, engine: EngineOptions | None, calls: list[dict], **options) -> tuple:
     model, outputs = tiny(label), []
     with slow_fast(model, None, SMALL, engine=engine, **options) as run:
         for call in calls:
@@ -30,7 +28,7 @@ def answers(label: str, engine: EngineOptions | None, calls: list[dict[str, Any]
 @pytest.mark.parametrize("label", ["qwen3", "llama"])
 def test_generate_gives_an_eager_step_s_tokens(label: str, policy: str):
     plain = tiny(label).generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=24, do_sample=False)
-    calls: list[dict[str, Any]] = [
+    calls = [
         {}, {"do_sample": True}, {"eos_token_id": int(plain[0, IDS.shape[1] + 4])},  # a row that ends first
         {"stopping_criteria": [StopAfter(IDS.shape[1] + 7)]}, {"repetition_penalty": 1.3},
     ]  # fmt: skip

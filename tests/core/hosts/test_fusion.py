@@ -1,7 +1,6 @@
 """Norms, rotations and gates as one kernel each: same tokens, fewer kernels, and nothing else changed."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from triton.runtime.interpreter import GridExecutor
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [list(range(5, 45)), list(range(3, 28))]
 NEW = 4
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "qwen3": {},
     "llama": {},
     "qwen2": {},
@@ -45,7 +44,7 @@ FREE = {
 }  # fmt: skip
 
 
-def tiny(kind: str, layers: int = 2) -> Any:
+def tiny(kind: str, layers: int = 2):
     torch.manual_seed(0)
     sizes = {**TINY, "num_hidden_layers": layers, "initializer_range": 0.3, **MODELS[kind]}
     if kind == "gemma3_text":
@@ -65,13 +64,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         use_tensors(monkeypatch)
 
 
-def complete(model: Any, on: bool | None, *, graphs: bool = False, new: int = NEW) -> Any:
+def complete(model, on: bool | None, *, graphs: bool = False, new: int = NEW):
     engine = EngineOptions(backend="triton", fused=on, graphs=graphs)
     options = {"page_size": 16, "max_new_tokens": new, "stop_token_ids": (), "engine": engine}
     return sfi_core.generate(model, None, PROMPTS, CONFIG, **options).report
 
 
-def launched(report: Any) -> dict[str, int]:
+def launched(report) -> dict[str, int]:
     return {kernel.name: kernel.launches for kernel in report.kernels}
 
 
@@ -108,12 +107,12 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.found: Counter[str] = Counter()
 
-        def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def launch(executor, *args, **kwargs) -> None:
             self.found[name_of(executor.fn)] += 1  # what it computes does not count
 
         monkeypatch.setattr(GridExecutor, "__call__", launch)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.found[name] += name not in FREE
         return func(*args, **(kwargs or {}))
@@ -137,7 +136,6 @@ def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bo
 
 
 def per_layer(monkeypatch: pytest.MonkeyPatch, kind: str, *, on: bool) -> Counter[str]:
-    """Count what one more layer launches."""
     two, one = (fast_step(monkeypatch, kind, layers, on=on) for layers in (2, 1))
     return two - one
 
@@ -167,7 +165,7 @@ def test_fused_steps_can_be_replayed(monkeypatch, quick):
     assert counts[0] == counts[1]
 
 
-def forwards(model: Any) -> dict[str, Any]:
+def forwards(model) -> dict:
     return {name: module.forward.__func__ for name, module in model.named_modules()}
 
 
@@ -263,7 +261,7 @@ def test_what_the_hub_wraps_in_a_module_is_still_known():
     assert not rotates_halves(type(forward)(forward.__code__, names))
 
 
-def described() -> Any:
+def described():
     def square(x: int) -> int:
         """Square the next number."""
         y: int = x + 1  # the next
@@ -272,7 +270,7 @@ def described() -> Any:
     return square
 
 
-def bare() -> Any:
+def bare():
     def square(x):
         y = x + 1
         return y * y
@@ -280,7 +278,7 @@ def bare() -> Any:
     return square
 
 
-def another() -> Any:
+def another():
     def square(x):
         y = x + 2
         return y * y

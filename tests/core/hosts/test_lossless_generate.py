@@ -1,8 +1,6 @@
 """Plain `model.generate` in a lossless run: full attention's own tokens, whatever is asked of it."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from transformers import DynamicCache, StoppingCriteria, TextIteratorStreamer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 import sfi_core
-from sfi_core import Sampling, Session, SfiConfig, slow_fast
+from sfi_core import Sampling, SfiConfig, slow_fast
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.settings.config import DraftConfig
@@ -27,13 +25,12 @@ LOSSLESS = sfi_core.EngineOptions(lossless=True)
 LEAVE = "leave it out, or take run.cache() inside slow_fast(...) as run"
 
 
-def complete(model: Any, rows: Any = ROWS, **options: Any) -> Any:
-    """Run `model.generate` on padded prompts."""
+def complete(model, rows=ROWS, **options):
     return model.generate(**padded(rows), **{"max_new_tokens": STEPS, **options})
 
 
 @contextmanager
-def drafting(model: Any, config: SfiConfig = SMALL) -> Iterator[Session]:
+def drafting(model, config: SfiConfig = SMALL):
     """A lossless session whose run has kept drafts and rejected some."""
     with slow_fast(model, None, config, engine=LOSSLESS) as session:
         yield session
@@ -74,7 +71,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_processors_see_each_position_with_its_own_row(options: dict[str, Any]):
+def test_processors_see_each_position_with_its_own_row(options: dict):
     """Rows of different lengths; a processor knows its row, or counts tokens."""
     model = tiny("qwen3")
     options = {**options, "eos_token_id": list(range(5, VOCABULARY, 30)), "pad_token_id": 0}
@@ -153,7 +150,7 @@ def test_a_streamer_gets_one_token_a_call_and_the_end():
 
 
 class Stop(StoppingCriteria):
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores, **options) -> torch.Tensor:
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 

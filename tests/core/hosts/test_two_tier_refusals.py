@@ -1,7 +1,6 @@
 """What a run under a device budget refuses, in one line, before it begins."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ CONFIG = SfiConfig(sink=2, recent=16, budget=10, window_prefill=4, trigger_token
 OFFLOADING = ", ".join(sorted(name for name, policy in POLICIES.items() if policy.offloads))
 
 
-def engine(budget: str = "1MB", page: int = 16, **options: Any) -> EngineOptions:
+def engine(budget: str = "1MB", page: int = 16, **options) -> EngineOptions:
     return EngineOptions(kv_device_budget=budget, kv_page=page, **options)
 
 
-def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others: Any) -> Any:
+def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others):
     return sfi_core.generate(
         tiny("qwen3"), None, ROWS, config, engine=options, stop_token_ids=(), **{"max_new_tokens": 4, **others}
     )
@@ -86,7 +85,7 @@ def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(monkeypat
     monkeypatch.setattr("sfi_core.hosts.transformers.session.UNKNOWN_CAPACITY", 4)
     model, ids = tiny("qwen3"), torch.tensor(ROWS)
 
-    def go_on(cache: Any, position: int) -> None:
+    def go_on(cache, position: int) -> None:
         own = torch.tensor([[position]])
         model(input_ids=ids[:, :1], position_ids=own, **{CACHE_NAME: cache})
 

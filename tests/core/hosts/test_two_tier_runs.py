@@ -1,7 +1,6 @@
 """Whole runs under a device budget: the tokens are those of runs whose whole cache is on the device."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="schedules of 
 
 ROWS = prompts(150, 61, 5)
 NEW = 10
-NOTHING: dict[str, Any] = {}
+NOTHING = {}
 CONFIG = SfiConfig(
     slow_start=1, min_gap=0, span=0, sink=3, recent=8, budget=10, t_max=4, window_prefill=4,
     trigger_token_ids=tuple(range(0, 300, 9)),
@@ -31,7 +30,7 @@ CONFIG = SfiConfig(
     freekv={"page": 8, "tau": 0.7},
     baseline={"page": 8},
 )  # fmt: skip
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+METHODS = {
     "sfi": ("sfi", {}),
     "sliding": ("sfi", {"recent_mode": "sliding", "dense_layers": (1,)}),
     "snapkv": ("snapkv", {}),
@@ -48,8 +47,8 @@ BESIDE = ("sfi", "quest", "codescan", "freekv", "synckv")
 
 def complete(
     method: str = "sfi", budget: str | None = None, label: str = "qwen3", *, page: int = 8,
-    changes: dict[str, Any] = NOTHING, **options: Any
-) -> Any:  # fmt: skip
+    changes: dict = NOTHING, **options
+):  # fmt: skip
     """Complete the prompts; with a budget under two tiers."""
     policy, own = METHODS.get(method, (method, {}))
     config = CONFIG.replace(**{**own, **changes})
@@ -92,7 +91,7 @@ def test_a_budget_changes_no_token_of_other_architectures(label: str, method: st
 @pytest.mark.parametrize(
     ("method", "options"), each_value(METHODS, [{"max_batch": 1}, {"prefill_chunk": 7}, {"max_batch": 2}]), ids=str
 )
-def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict[str, Any]):
+def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict):
     expected = tokens(complete(method, **options))
     assert tokens(complete(method, "500kB", **options)) == expected
 
@@ -128,19 +127,18 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
 
 
 @pytest.fixture(scope="module")
-def bundled() -> tuple[Any, Any, str]:
-    """The model that ships, its tokenizer, and a question about a long document."""
+def bundled():
     model, tokenizer = load(str(BUNDLED))
     return model, tokenizer, find_task("bundled-recall").sample(tokenizer, 2800, 0).prompt
 
 
 @pytest.mark.parametrize("policy", ["sfi", "freekv"])
-def test_shares_of_a_long_prompt_give_its_answer(bundled: tuple[Any, Any, str], policy: str):
+def test_shares_of_a_long_prompt_give_its_answer(bundled, policy: str):
     """Fixed parts are small beside 2,800 tokens: a tenth of the cache is enough."""
     model, tokenizer, prompt = bundled
     config = SfiConfig(recent=16, budget=32, t_max=8).replace(freekv={"first_layer_dense": False, "page": 64})
 
-    def answer(budget: str | None) -> Any:
+    def answer(budget: str | None):
         return sfi_core.generate(
             model, tokenizer, [prompt], config, policy=policy, max_new_tokens=8,
             engine=EngineOptions(kv_device_budget=budget, kv_page=16),
@@ -158,7 +156,7 @@ def test_shares_of_a_long_prompt_give_its_answer(bundled: tuple[Any, Any, str], 
 def beside(monkeypatch: pytest.MonkeyPatch):
     """Complete with a side of one's own for the store."""
 
-    def run(method: str, side: Any, **options: Any) -> Any:
+    def run(method: str, side, **options):
         monkeypatch.setattr("sfi_core.hosts.transformers.stores.side_of", lambda *_, **__: side)
         return complete(method, "500kB", observers=[Watching(side)], **options)
 
@@ -171,9 +169,7 @@ def beside(monkeypatch: pytest.MonkeyPatch):
         BESIDE, [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)], [{}, {"max_batch": 1, "max_new_tokens": [3, 6, NEW]}]
     ),
 )
-def test_every_legal_schedule_gives_what_the_code_s_order_gives(
-    beside: Any, method: str, side: Any, options: dict[str, Any]
-):
+def test_every_legal_schedule_gives_what_the_code_s_order_gives(beside, method: str, side, options: dict):
     made, expected = side(), beside(method, SideStream(), **options)
     found = beside(method, made, **options)
     assert tokens(found) == tokens(expected)
@@ -184,7 +180,7 @@ def test_every_legal_schedule_gives_what_the_code_s_order_gives(
 
 
 @pytest.mark.parametrize("method", ["sfi", "freekv"])
-def test_a_step_that_does_not_wait_for_its_rows_shows(beside: Any, monkeypatch: pytest.MonkeyPatch, method: str):
+def test_a_step_that_does_not_wait_for_its_rows_shows(beside, monkeypatch: pytest.MonkeyPatch, method: str):
     """Or the schedules above would not find fault with code that waits nowhere."""
     expected = tokens(beside(method, SideStream()))
     side = Lazy()
@@ -195,7 +191,7 @@ def test_a_step_that_does_not_wait_for_its_rows_shows(beside: Any, monkeypatch: 
     assert tokens(beside(method, side)) != expected
 
 
-def test_a_block_that_is_read_before_it_has_come_shows(beside: Any):
+def test_a_block_that_is_read_before_it_has_come_shows(beside):
     expected = tokens(beside("sfi", SideStream()))
     side = Lazy()
     wait = side.wait

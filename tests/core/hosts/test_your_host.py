@@ -1,14 +1,16 @@
-"""The host that docs/your_host.md shows."""
+"""The host that docs/your_host.md shows; and how many threads a decoding step takes."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
+from sfi_core import generate, load
+from sfi_core.machine import threads
 from sfi_core.settings.config import SfiConfig
-from sfi_traces import ParquetObserver
+from sfi_traces import ParquetObserver, Trace
 from sfi_traces.model.check import check
-from sfi_traces.model.trace import Trace
 from sfi_traces.summary import summarize
 
 PAGE = Path(__file__).parents[3] / "docs" / "your_host.md"
@@ -25,7 +27,8 @@ def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys, tmp_pa
     prompts = [torch.randint(50, (length,), generator=draw).tolist() for length in (40, 27)]
     full = shown["complete"](prompts, NEW, SMALL, "full-kv").requests
     told = capsys.readouterr().out.splitlines()
-    assert told == [str(dict(enumerate([t] for t in step))) for step in _columns(full)]
+    columns = zip(*(one.token_ids for one in full), strict=True)
+    assert told == [str(dict(enumerate([t] for t in step))) for step in columns]
     every = shown["complete"](prompts, NEW, SMALL.replace(budget=100)).requests
     assert [one.token_ids for one in every] == [one.token_ids for one in full]
     with ParquetObserver(tmp_path / "run") as observer:
@@ -39,5 +42,26 @@ def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys, tmp_pa
     assert all(found["phases"].values())
 
 
-def _columns(requests):
-    return zip(*(one.token_ids for one in requests), strict=True)
+@pytest.mark.parametrize(("small", "steps"), [(1 << 26, {1}), (1, {2})])
+def test_decoding_steps_of_a_small_model_take_one_thread(monkeypatch, small, steps):
+    """The prompt takes all, and the number is the process' own again afterwards, also after an error."""
+    monkeypatch.setattr("sfi_core.hosts.transformers.replays.SMALL_BYTES", small)
+    before = torch.get_num_threads()
+    model, tokenizer = load()
+    seen = {True: set(), False: set()}
+
+    def look(module, args):
+        seen[args[0].shape[1] == 1].add(torch.get_num_threads())
+
+    hook = model.model.layers[0].input_layernorm.register_forward_pre_hook(look)
+    torch.set_num_threads(2)
+    try:
+        generate(model, tokenizer, ["Belora hid a red lantern."], max_new_tokens=4)
+        assert seen == {True: steps, False: {2}}
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError), threads.one_thread(wanted=True):
+            _ = 1 / 0
+        assert torch.get_num_threads() == 2
+    finally:
+        hook.remove()
+        torch.set_num_threads(before)

@@ -1,8 +1,4 @@
-"""What the tests of measuring share: small buffers for clocks, and a model with its tokenizer."""
-
-from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +6,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sfi_core.measure.kernel_bench import timing
 from sfi_core.measure.kernel_bench.cases import groups
-from sfi_core.measure.kernel_bench.data import LayerData
-from sfi_core.measure.kernel_bench.gates import KernelVariant
 from sfi_core.measure.kernel_bench.settings import KernelSettings
 from tests.core.conftest import TINY
 
@@ -23,7 +17,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def loaded(tiny_tokenizer: Any) -> tuple[Any, Any]:
+def loaded(tiny_tokenizer) -> tuple:
     torch.manual_seed(1)
     config = Qwen3Config(vocab_size=len(tiny_tokenizer), initializer_range=0.3, **TINY)
     return Qwen3ForCausalLM(config).eval(), tiny_tokenizer
@@ -37,10 +31,9 @@ def tiny(**changes) -> KernelSettings:
     return KernelSettings(**{**SHAPE, "dtype": "float32", "retentions": (0.5,), **changes})
 
 
-def built(layer: LayerData) -> Iterator[KernelVariant]:
-    """Yield the variants of all groups."""
+def built(layer):
     return chain.from_iterable(variants for _, variants in groups(layer))
 
 
-def one_of(layer: LayerData, name: str) -> KernelVariant:
+def one_of(layer, name: str):
     return next(one for one in built(layer) if one.name == name)

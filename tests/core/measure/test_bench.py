@@ -59,20 +59,10 @@ def ours(model, asked, *, policy="sfi", batch=2):
     return run_ours(row_of(model, DecodeVariant(policy, policy), asked, batch))
 
 
-# which steps are slow
-
-
-@pytest.mark.parametrize(
-    ("rate", "row", "batch", "expected"),
-    [
-        (Fraction(1, 5), 0, 1, [0, 5, 10]),
-        (Fraction(1, 5), 1, 2, [2, 7, 12]),
-        (Fraction(1, 8), 3, 4, [6, 14]),
-        (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]),
-        (Fraction(0), 0, 1, []),
-        (Fraction(1), 1, 2, list(range(15))),
-    ],
-)
+@pytest.mark.parametrize(("rate", "row", "batch", "expected"), [
+    (Fraction(1, 5), 0, 1, [0, 5, 10]), (Fraction(1, 5), 1, 2, [2, 7, 12]), (Fraction(1, 8), 3, 4, [6, 14]),
+    (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]), (Fraction(0), 0, 1, []), (Fraction(1), 1, 2, list(range(15))),
+])  # fmt: skip
 def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
     assert slow_steps(rate, row, batch, 15) == expected
 
@@ -86,9 +76,6 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
     assert sample.slow_rate == 0.2
     warm = [kind_of(read) for read in sample.reads[:4]]
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
-
-
-# runs
 
 
 def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
@@ -150,9 +137,6 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
     assert order == turn * 2
     assert [row["policy"] for row in result.rows] == turn
     assert {row["repeats"] for row in result.rows} == {2}
-
-
-# rows
 
 
 def sample(at, kinds, *, warm_up=1, batch=2):
@@ -229,9 +213,6 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     assert reads[0][0].fast_tokens == 34 + 16
 
 
-# what does not fit, and what is refused
-
-
 def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_model, monkeypatch):
     monkeypatch.setattr(our_runs, "needed_bytes", lambda model, variant, point, *_: 100 * point.batch)
     monkeypatch.setattr(their_runs, "needed_bytes", lambda model, name, point, _: 1000 * point.batch)
@@ -247,38 +228,27 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
     ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"policies": ("sfl",)}, "unknown policy 'sfl'"),
-        ({"policies": (), "baselines": ()}, "policy must name at least one"),
-        ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
-        ({"repeats": 0}, "repeats must be at least 1, got 0"),
-        ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
-        ({"time_limit": 0.0}, "time_limit must be positive"),
-        ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
-        ({"contexts": (0,)}, "contexts must be positive"),
-        ({"contexts": (1,)}, "contexts must be at least 2"),
-        ({"batches": ()}, "batches must be positive"),
-        ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
-        ({"acceptance": 1.0, "policies": ("full-kv", "freekv")}, "policy full-kv cannot draft for a lossless run"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"policies": ("sfl",)}, "unknown policy 'sfl'"),
+    ({"policies": (), "baselines": ()}, "policy must name at least one"),
+    ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
+    ({"steps": 0}, "steps must be at least 1, got 0"),
+    ({"repeats": 0}, "repeats must be at least 1, got 0"),
+    ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
+    ({"time_limit": 0.0}, "time_limit must be positive"),
+    ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
+    ({"contexts": (0,)}, "contexts must be positive"),
+    ({"contexts": (1,)}, "contexts must be at least 2"),
+    ({"batches": ()}, "batches must be positive"),
+    ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
+    ({"acceptance": 1.0, "policies": ("full-kv", "freekv")}, "policy full-kv cannot draft for a lossless run"),
+])  # fmt: skip
 def test_bad_settings_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         bench.check_run(settings(**changes), torch.device("cpu"))
 
 
-# lossless runs
-
-
 lossless = partial(settings, steps=20, repeats=1, baselines=(), acceptance=1.0)
-
-
-def lossless_sample(model, asked, batch=1):
-    (variant,) = (way for way in variants(asked) if way.engine.lossless)
-    return run_ours(row_of(model, variant, asked, batch))
 
 
 def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
@@ -300,7 +270,8 @@ def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
 def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, acceptance):
     """All kept: a pass a token. None kept: each drafted token is a pass too many."""
     asked = lossless(acceptance=acceptance)
-    sample = lossless_sample(tiny_model, asked)
+    (variant,) = (way for way in variants(asked) if way.engine.lossless)
+    sample = run_ours(row_of(tiny_model, variant, asked, 1))
     found = sample.drafting
     assert sample.tokens >= asked.steps
     assert (found["accepted"] > 0) is (acceptance == 1.0)

@@ -203,7 +203,6 @@ def test_ctrl_c_ends_the_compilers_and_what_they_started(child, tmp_path):
 
 
 def ended(process: int) -> bool:
-    """Wait until a process of another parent has ended, at most ten seconds."""
     for _ in range(1000):
         try:
             state = Path(f"/proc/{process}/stat").read_text().split(") ")[1][0]

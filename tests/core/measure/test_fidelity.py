@@ -113,7 +113,6 @@ def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
 
 
 def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, full):
-    """By float64 softmax of the two runs' logits."""
     logits, _ = forced(tiny_model, window, policy="streaming-llm")
     plain, _ = forced(tiny_model, window, policy="full-kv")
     q, p = logits.double().softmax(-1), plain.double().softmax(-1)
@@ -144,18 +143,10 @@ def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
 def test_a_summary_leaves_out_step_0_which_no_policy_touches():
     found = Fidelity.join([made(0.2), made(0.4)])
     assert found.summary() == {
-        "windows": 2,
-        "steps": 6,
-        "slow_rate": pytest.approx(1 / 3),
-        "kl": 3.0,
-        "agreement": pytest.approx(2 / 3),
-        "perplexity": pytest.approx(math.e**2),
-        "perplexity_full": pytest.approx(math.e),
-        "kl_p95": 5.0,
-        "read_ratio": pytest.approx(0.3),
-        "selection_ratio": 0.0,
-        "stored_ratio": 1.0,
-    }
+        "windows": 2, "steps": 6, "slow_rate": pytest.approx(1 / 3), "kl": 3.0, "agreement": pytest.approx(2 / 3),
+        "perplexity": pytest.approx(math.e**2), "perplexity_full": pytest.approx(math.e), "kl_p95": 5.0,
+        "read_ratio": pytest.approx(0.3), "selection_ratio": 0.0, "stored_ratio": 1.0,
+    }  # fmt: skip
 
 
 def test_windows_are_spread_over_the_whole_text():
@@ -205,19 +196,16 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"methods": ("full-kv",)}, ConfigError, "fidelity must have a method besides full-kv"),
-        ({"tokens": 1}, ConfigError, "tokens must be at least 2, got 1"),
-        ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
-        ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
-        ({"lengths": (400,)}, InputError, "text must have at least"),
-        ({"lengths": (1020,), "text": TEXT * 20}, InputError,
-         "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
-        ({"shares": (0.1,)}, ConfigError, "share must leave a selected token"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "error", "message"), [
+    ({"methods": ("full-kv",)}, ConfigError, "fidelity must have a method besides full-kv"),
+    ({"tokens": 1}, ConfigError, "tokens must be at least 2, got 1"),
+    ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
+    ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
+    ({"lengths": (400,)}, InputError, "text must have at least"),
+    ({"lengths": (1020,), "text": TEXT * 20}, InputError,
+     "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
+    ({"shares": (0.1,)}, ConfigError, "share must leave a selected token"),
+])  # fmt: skip
 def test_what_cannot_be_compared_is_refused_at_once(loaded, changes, error, message):
     methods = changes.pop("methods", ("sfi",))
 

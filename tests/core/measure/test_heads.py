@@ -1,7 +1,6 @@
 """Similarity and clusters of KV heads, against transcriptions of SyncKV's Eqs. 1, 2 and B.1."""
 
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -133,7 +132,7 @@ def test_a_mean_is_taken_over_pairs_within_and_between_clusters():
     assert layer["similarity_between"] == pytest.approx(0.3)
 
 
-def eager_weights(model: Any, ids: list[int]) -> list[torch.Tensor]:
+def eager_weights(model, ids: list[int]) -> list[torch.Tensor]:
     # transformers' own attention weights, pooled by the maximum over a KV head's two query heads (B.1, GQA)
     model.set_attn_implementation("eager")
     with torch.no_grad():

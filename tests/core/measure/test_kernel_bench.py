@@ -42,30 +42,24 @@ def clock(monkeypatch) -> FakeClock:
     return fake
 
 
-# --- settings ---
-
-
 def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
     sweep = KernelSettings.for_sweep("retention", ("fast",), context=1024)
     assert sweep.retentions == (0.375, 0.5, 0.75, 0.984, 1.0)
     assert sweep.ops == ("fast",)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"heads": 7}, "heads must be a multiple of kv_heads, got 7 and 8"),
-        ({"retentions": (0.0,)}, "retention must be in (0, 1], got 0.0"),
-        ({"retentions": (1.01,)}, "retention must be in (0, 1], got 1.01"),
-        ({"retentions": (float("nan"),)}, "retention must be in (0, 1], got nan"),
-        ({"retentions": (0.0158,)}, "retention must be at least 0.01593 at a context of 16384"),
-        ({"context": 260}, "context must be at least 261 (4 sink, 256 recent and 1 selected token)"),
-        ({"ops": ("fsat",)}, "unknown op 'fsat'; did you mean 'fast'? expected one of ('fast', "),
-        ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of ('auto', "),
-        ({"batch": 0}, "batch must be positive, got 0"),
-        ({"repeats": -1}, "repeats must be positive, got -1"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"heads": 7}, "heads must be a multiple of kv_heads, got 7 and 8"),
+    ({"retentions": (0.0,)}, "retention must be in (0, 1], got 0.0"),
+    ({"retentions": (1.01,)}, "retention must be in (0, 1], got 1.01"),
+    ({"retentions": (float("nan"),)}, "retention must be in (0, 1], got nan"),
+    ({"retentions": (0.0158,)}, "retention must be at least 0.01593 at a context of 16384"),
+    ({"context": 260}, "context must be at least 261 (4 sink, 256 recent and 1 selected token)"),
+    ({"ops": ("fsat",)}, "unknown op 'fsat'; did you mean 'fast'? expected one of ('fast', "),
+    ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of ('auto', "),
+    ({"batch": 0}, "batch must be positive, got 0"),
+    ({"repeats": -1}, "repeats must be positive, got -1"),
+])  # fmt: skip
 def test_a_wrong_setting_is_named(changes, words):
     with pytest.raises(ConfigError) as caught:
         KernelSettings(**changes)
@@ -86,9 +80,6 @@ def test_the_backend_follows_the_device():
         resolve_backend("triton", CPU)
     with pytest.raises(ConfigError, match="unknown backend 'x'"):
         resolve_backend("x", CPU)
-
-
-# --- bytes ---
 
 
 def test_bytes_by_op():
@@ -121,9 +112,6 @@ def test_a_run_that_does_not_fit_is_refused_before_anything_is_made(monkeypatch)
     monkeypatch.setattr(bench, "LayerData", None)
     with pytest.raises(MemoryForecastError, match=r"must fit 0\.00 GB .* lower --batch or"):
         run_bench(tiny(), "torch", CPU)
-
-
-# --- runs ---
 
 
 def test_the_rate_of_a_prompt_is_its_operations_by_the_time_beside_its_own_rival(clock):
@@ -260,9 +248,6 @@ def test_the_document_says_what_was_measured_and_what_was_not():
     took = "dense.sdpa (enable_gqa) ran as flash_attention_for_cpu"
     for missing in ("not the Triton kernels", "paper_like", took):
         assert missing in notes
-
-
-# --- the kernels, under the interpreter where there is no GPU ---
 
 
 INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.6 with numpy 2

@@ -92,7 +92,6 @@ def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
 
 
 def test_mixed_heads_that_read_like_the_others_are_red():
-    """A head that should read everything, or sparsely, and does not."""
     layer = LayerData(tiny(ops=("mixed_heads",)), "torch", CPU)
     mixed = one_of(layer, "mixed_heads")
     assert mixed.error() <= 1

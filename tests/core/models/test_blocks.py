@@ -4,7 +4,6 @@ import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +17,11 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from sfi_core import SfiConfig, generate
+from sfi_core import SfiConfig, generate, load
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.models.blocks import BYTES, LARGE, Blocks
 from sfi_core.models.describe import ModelWeights
 from sfi_core.models.linear import BlockEmbedding, BlockLinear
-from sfi_core.models.load import load
 from sfi_kernels.tables import BLOCK
 from tests.core.conftest import TINY
 
@@ -93,7 +91,7 @@ def test_a_layer_is_copied_saved_and_run_in_threads():
 
 
 @pytest.fixture
-def write(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
+def write(tmp_path: Path, tiny_tokenizer) -> Callable[..., Path]:
     """Return what writes a tiny model of an architecture as a GGUF file with blocks."""
 
     def written(architecture: str, kind: str = "Q8_0", *, tied: bool = True) -> Path:
@@ -131,7 +129,7 @@ def write(tmp_path: Path, tiny_tokenizer: Any) -> Callable[..., Path]:
     return written
 
 
-def answer(model: Any, tokenizer: Any) -> list[int]:
+def answer(model, tokenizer) -> list[int]:
     config = SfiConfig(budget=8, recent=8, sink=2)
     result = generate(model, tokenizer, [TEXT], config, max_new_tokens=12, stop_token_ids=())
     return result.report.requests[0].token_ids
@@ -141,9 +139,7 @@ def answer(model: Any, tokenizer: Any) -> list[int]:
     ("architecture", "kind", "tied"),
     [("llama", "Q4_1", True), ("llama", "Q5_0", False), ("qwen2", "Q8_0", False), ("gemma3", "Q8_0", True)],
 )
-def test_a_file_s_blocks_give_the_tokens_of_its_floats(
-    architecture: str, kind: str, write: Callable[..., Path], *, tied: bool
-):
+def test_a_file_s_blocks_give_the_tokens_of_its_floats(architecture, kind, write, *, tied):
     path = write(architecture, kind, tied=tied)
     model, tokenizer = load(str(path), device="cpu")
     plain = load(str(path), device="cpu", weights="floats")[0]
@@ -166,21 +162,16 @@ def test_a_file_s_blocks_give_the_tokens_of_its_floats(
     assert (blocks.unread_bytes == 0) == (floats.unread_bytes == 0) == tied
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda weights: weights[:, ::-1], "transformers changes its numbers"),
-        (lambda weights: weights * 2, "transformers changes its numbers"),
-        (lambda weights: weights.T, "transformers changes its shape"),
-    ],
-)
-def test_what_transformers_changes_is_loaded_as_floats(
-    spoil: Callable[[Any], Any], reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize(("spoil", "reason"), [
+    (lambda weights: weights[:, ::-1], "transformers changes its numbers"),
+    (lambda weights: weights * 2, "transformers changes its numbers"),
+    (lambda weights: weights.T, "transformers changes its shape"),
+])  # fmt: skip
+def test_what_transformers_changes_is_loaded_as_floats(spoil, reason, write, monkeypatch):
     from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415
 
     class Processor(loader.TensorProcessor):
-        def process(self, weights: Any, name: str, **_: Any) -> Any:
+        def process(self, weights, name: str, **_):
             return loader.GGUFTensor(spoil(weights) if ".attn_output." in name else weights, name, {})
 
     monkeypatch.setitem(loader.TENSOR_PROCESSORS, "qwen2", Processor)
@@ -190,17 +181,12 @@ def test_what_transformers_changes_is_loaded_as_floats(
     assert answer(model, tokenizer) == answer(load(str(path), device="cpu", weights="floats")[0], tokenizer)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "numba", "reason"),
-    [
-        ("BF16", "auto", "", "BF16 has no compiled product"),
-        ("Q8_0", "bfloat16", "", "not float32 on a CPU"),
-        ("Q8_0", "auto", "not installed", "numba: not installed"),
-    ],
-)
-def test_other_files_dtypes_and_machines_load_floats(
-    kind: str, dtype: str, numba: str, reason: str, write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize(("kind", "dtype", "numba", "reason"), [
+    ("BF16", "auto", "", "BF16 has no compiled product"),
+    ("Q8_0", "bfloat16", "", "not float32 on a CPU"),
+    ("Q8_0", "auto", "not installed", "numba: not installed"),
+])  # fmt: skip
+def test_other_files_dtypes_and_machines_load_floats(kind, dtype, numba, reason, write, monkeypatch):
     monkeypatch.setattr("sfi_core.models.linear.why_not", lambda: numba)
     model, _ = load(str(write("llama", kind)), device="cpu", dtype=dtype)
     assert not model.sfi_weights.blocks
@@ -209,7 +195,7 @@ def test_other_files_dtypes_and_machines_load_floats(
 
 
 def test_a_loop_that_does_not_compile_is_named(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]):
-    def broken(*_: Any) -> None:
+    def broken(*_) -> None:
         raise RuntimeError("no such instruction\nand more")
 
     monkeypatch.setattr("sfi_kernels.loops.products.linear", broken)

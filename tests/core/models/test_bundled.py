@@ -1,18 +1,29 @@
-"""The bundled checkpoint, its corpus and the example."""
+"""The bundled checkpoint, its corpus and example; digests of checkpoints, and texts under scaled RoPE."""
 
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
+import transformers
 
 from benchmarks.train_bundled import MAX_LENGTH, build_tokenizer, exact_match, vocabulary
+from sfi_core import generate, slow_fast
 from sfi_core.bundled import example
 from sfi_core.bundled.example import draw
+from sfi_core.errors import InputError
 from sfi_core.models.load import BUNDLED, load
+from sfi_core.models.rotation import most_positions
+from sfi_core.models.source import Source, checkpoint_digest, find_source, model_digest, source_digest
+from tests.architectures import SMALL
+from tests.core.conftest import tiny_qwen3
 from tests.covering import case
+from tests.fakes import tokens
+from tests.tiny_models import ALTERNATE, build
 
 LARGEST = 12_000_000  # bytes, promised in the issue
 
@@ -82,3 +93,62 @@ for _ in range(3):
     (expected, first), (_, second), (_, third) = (map(int, line.split()) for line in done.stdout.splitlines())
     assert abs(first / expected - 1) < 0.1
     assert third < 1.02 * second  # the first run also loads compiled code, after its peak
+
+
+def test_a_model_that_sfi_or_transformers_loaded_has_its_folder_s_digest():
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(BUNDLED)
+    assert model_digest(load(device="cpu")[0]) == model_digest(theirs) == checkpoint_digest(BUNDLED)
+
+
+def test_random_weights_and_an_unknown_hub_id_have_none():
+    assert model_digest(tiny_qwen3()) == ""
+    assert source_digest(Source("no/such-model", "no/such-model")) == ""
+    assert source_digest(Source("no/such:a.gguf", "no/such", "a.gguf")) == ""
+
+
+def test_a_gguf_file_s_digest_is_of_its_bytes_and_not_of_its_name(tmp_path):
+    pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
+    file = tmp_path / "a.gguf"
+    file.write_bytes(bytes(range(256)) * 64)
+    shutil.copy(file, tmp_path / "b.gguf")
+    first, second = (source_digest(find_source(str(tmp_path / n))) for n in ("a.gguf", "b.gguf"))
+    assert first == second != ""
+    file.write_bytes(bytes(range(255, -1, -1)) * 64)
+    assert source_digest(find_source(str(file))) != first
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+KINDS = {
+    "yarn": ("qwen3", 32, YARN, 128),
+    "yarn whose config has the extended length": ("qwen3", 128, YARN, 128),
+    "yarn without an original length": ("qwen3", 64, {"rope_type": "yarn", "factor": 2.0}, 128),
+    "linear": ("llama", 32, LINEAR, 128),
+    "dynamic": ("llama", 32, DYNAMIC, 128),
+    "llama3": ("llama", 128, {"rope_type": "llama3", "factor": 4.0, **LLAMA3}, 128),
+    "longrope": ("phi3", 128, {"rope_type": "longrope", **LONG}, 128),
+    "by kind of layer": ("olmo3", 32, {"sliding_attention": PLAIN, "full_attention": {**PLAIN, **YARN}}, 128),
+    "Gemma 3": ("gemma3_text", 128, {"sliding_attention": PLAIN, "full_attention": {**PLAIN, **LINEAR}}, 128),
+    "none": ("qwen3", 128, PLAIN, 128),
+}  # fmt: skip
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(("model_type", "stated", "rope", "limit"), KINDS.values(), ids=KINDS)
+def test_text_of_as_many_positions_as_scaled_rope_has_runs_as_in_transformers(model_type, stated, rope, limit):
+    kinds = {"layer_types": ALTERNATE} if "full_attention" in rope else {}
+    rope = {kind: dict(own) for kind, own in rope.items()} if kinds else {"rope_theta": 1e4, **rope}
+    model = build(model_type, max_position_embeddings=stated, rope_parameters=rope, **kinds)
+    assert most_positions(model.config) == limit
+    prompt = torch.arange(3, 3 + limit - 6)[None]
+    alone = model.generate(prompt, max_new_tokens=6)[:, limit - 6 :].tolist()
+    with slow_fast(model, None, SMALL, policy="full-kv"):
+        assert model.generate(prompt, max_new_tokens=6)[:, limit - 6 :].tolist() == alone
+    assert tokens(generate(model, None, prompt.tolist(), SMALL, policy="full-kv", max_new_tokens=6)) == alone
+    with pytest.raises(InputError, match=f"7 new tokens must fit the model's {limit} positions"):
+        generate(model, None, prompt.tolist(), SMALL, max_new_tokens=7)

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -38,17 +37,15 @@ Edit = Callable[[gguf.GGUFWriter], None]
 
 
 @pytest.fixture(scope="module")
-def model(tiny_tokenizer: Any) -> Any:
+def model(tiny_tokenizer):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=len(tiny_tokenizer), initializer_range=0.3, tie_word_embeddings=False, **TINY)
     return LlamaForCausalLM(config).eval()
 
 
 @pytest.fixture(scope="module")
-def write(model: Any, tiny_tokenizer: Any) -> Callable[..., Path]:
-    """Return what writes the tiny Llama as a GGUF file."""
-
-    def written(path: Path, *, edit: Edit | None = None, **changed: Any) -> Path:
+def write(model, tiny_tokenizer) -> Callable[..., Path]:
+    def written(path: Path, *, edit: Edit | None = None, **changed) -> Path:
         facts = {"architecture": "llama", "pre": "smollm", "kind": "gpt2", "drop": "none", "tensors": 0, **changed}
         writer = gguf.GGUFWriter(path, facts["architecture"], split_max_tensors=facts["tensors"])
         write_config(writer, model.config)
@@ -71,7 +68,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
+def write_config(writer: gguf.GGUFWriter, config) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -84,7 +81,7 @@ def write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, kind: str, pre: str) -> None:
+def write_tokenizer(writer: gguf.GGUFWriter, tokenizer, kind: str, pre: str) -> None:
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     special = set(tokenizer.all_special_tokens)
     writer.add_tokenizer_model(kind)
@@ -100,7 +97,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer: Any, kind: str, pre: str
     writer.add_chat_template(TEMPLATE)
 
 
-def _tensors(model: Any) -> dict[str, torch.Tensor]:
+def _tensors(model) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
     found = {}
     for name, weight in model.state_dict().items():
@@ -119,8 +116,6 @@ def file(write: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def uint32(name: str, value: int) -> Edit:
-    """Return what sets a number of a file's tokenizer."""
-
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0][f"tokenizer.ggml.{name}"] = GGUFValue(value, gguf.GGUFValueType.UINT32)
 
@@ -128,19 +123,16 @@ def uint32(name: str, value: int) -> Edit:
 
 
 def without(name: str) -> Edit:
-    """Return what leaves a value of a file's tokenizer out."""
     return lambda writer: writer.kv_data[0].pop(f"tokenizer.ggml.{name}")
 
 
-def greedy(model: Any, tokenizer: Any, config: SfiConfig, **options: Any) -> list[int]:
+def greedy(model, tokenizer, config: SfiConfig, **options) -> list[int]:
     result = generate(model, tokenizer, [TEXT], config, max_new_tokens=12, **options)
     return result.report.requests[0].token_ids
 
 
 @pytest.mark.parametrize("shape", ["{folder}/{file}", "{folder}:{file}"])
-def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
-    shape: str, file: Path, model: Any, tiny_tokenizer: Any, tmp_path: Path
-):
+def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(shape, file, model, tiny_tokenizer, tmp_path):
     model.save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     name = shape.format(folder=file.parent, file=file.name)
@@ -154,7 +146,6 @@ def test_a_file_gives_the_tokens_of_the_folder_with_its_weights(
 
 
 def test_a_file_on_the_hub_loads_from_the_cache(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As a download leaves it there."""
     home, commit = tmp_path / "models--owner--name", "0" * 40
     (home / "snapshots" / commit).mkdir(parents=True)
     shutil.copy(file, home / "snapshots" / commit)
@@ -167,7 +158,7 @@ def test_a_file_on_the_hub_loads_from_the_cache(file: Path, tmp_path: Path, monk
     assert tokenizer(TEXT).input_ids == load_tokenizer(str(file))(TEXT).input_ids
 
 
-def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer: Any):
+def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer):
     tokenizer, config = load_tokenizer(str(file)), model_config(str(file))
     assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
@@ -181,22 +172,19 @@ def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer: Any
     assert (config.dtype, config.eos_token_id) == (torch.float32, tokenizer.eos_token_id)
 
 
-@pytest.mark.parametrize(
-    ("pre", "pieces"),
-    [
-        ("gpt-2", ["a", "Ġ2026", "ĊĠ", "Ġ3"]),
-        ("smollm", ["a", "Ġ", "2", "0", "2", "6", "ĊĠĠ", "3"]),
-        ("llama-bpe", ["a", "Ġ", "202", "6", "Ċ", "Ġ", "Ġ", "3"]),
-        ("qwen2", ["a", "Ġ", "2", "0", "2", "6", "Ċ", "Ġ", "Ġ", "3"]),
-    ],
-)
+@pytest.mark.parametrize(("pre", "pieces"), [
+    ("gpt-2", ["a", "Ġ2026", "ĊĠ", "Ġ3"]),
+    ("smollm", ["a", "Ġ", "2", "0", "2", "6", "ĊĠĠ", "3"]),
+    ("llama-bpe", ["a", "Ġ", "202", "6", "Ċ", "Ġ", "Ġ", "3"]),
+    ("qwen2", ["a", "Ġ", "2", "0", "2", "6", "Ċ", "Ġ", "Ġ", "3"]),
+])  # fmt: skip
 def test_a_text_is_split_as_the_file_says(pre: str, pieces: list[str], write: Callable[..., Path], tmp_path: Path):
     tokenizer = load_tokenizer(str(write(tmp_path / "x.gguf", pre=pre)))
     split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 2026\n  3")
     assert [piece for piece, _ in split] == pieces
 
 
-def test_a_tokenizer_beside_the_file_wins(write: Callable[..., Path], tmp_path: Path, tiny_tokenizer: Any):
+def test_a_tokenizer_beside_the_file_wins(write: Callable[..., Path], tmp_path: Path, tiny_tokenizer):
     path = str(write(tmp_path / "x.gguf", kind="t5"))
     assert "put the model's tokenizer.json beside the file" in refusal(InputError, path)
     tiny_tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -298,27 +286,22 @@ def test_no_code_of_the_hub_multiplies_packed_weights(tmp_path: Path, monkeypatc
     assert not fetched
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"architecture": "none"}, "GGUF model with architecture none is not supported yet"),
-        ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
-        (
-            {"edit": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
-            "its positions are scaled (rope scaling 'yarn')",
-        ),
-        (
-            {"edit": lambda writer: writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())},
-            "its positions are scaled (rope_freqs.weight)",
-        ),
-        ({"edit": without("token_type")}, "its tokenizer must have token types for all 2,215 tokens, got 0; put the"),
-        ({"edit": without("tokens")}, "it has no tokenizer; put the model's tokenizer.json beside the file"),
-        ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
-    ],
-)
-def test_a_file_that_cannot_be_loaded_right_is_refused(
-    changes: dict, reason: str, write: Callable[..., Path], tmp_path: Path
-):
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"architecture": "none"}, "GGUF model with architecture none is not supported yet"),
+    ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
+    (
+        {"edit": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
+        "its positions are scaled (rope scaling 'yarn')",
+    ),
+    (
+        {"edit": lambda writer: writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())},
+        "its positions are scaled (rope_freqs.weight)",
+    ),
+    ({"edit": without("token_type")}, "its tokenizer must have token types for all 2,215 tokens, got 0; put the"),
+    ({"edit": without("tokens")}, "it has no tokenizer; put the model's tokenizer.json beside the file"),
+    ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_loaded_right_is_refused(changes, reason, write, tmp_path):
     path = write(tmp_path / "x.gguf", **changes)
     message = refusal(InputError, str(path))
     assert message.startswith(f"model {path} ")
@@ -385,14 +368,14 @@ def test_an_alias_wins_over_a_folder_of_that_name(file: Path, tmp_path: Path, mo
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> tuple[Any, Any]:
+def smollm2() -> tuple:
     try:
         return load("smollm2", device="cpu")
     except BackendError as error:
         pytest.skip(str(error))
 
 
-def test_smollm2_encodes_as_it_was_trained(smollm2: tuple[Any, Any]):
+def test_smollm2_encodes_as_it_was_trained(smollm2: tuple):
     """Every digit alone, and the spaces before it together, unlike GPT-2."""
     _, tokenizer = smollm2
     ids = tokenizer("It was 1984.\n  2 plus").input_ids
@@ -405,7 +388,7 @@ def test_smollm2_encodes_as_it_was_trained(smollm2: tuple[Any, Any]):
     assert tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
-def test_smollm2_answers_and_stops(smollm2: tuple[Any, Any]):
+def test_smollm2_answers_and_stops(smollm2: tuple):
     model, tokenizer = smollm2
     config = model.config.get_text_config()
     assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 100000)

@@ -1,7 +1,6 @@
 """Weight matrices on CPUs without arithmetic of their dtype: float32's products, and nothing else changes."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ def _crawling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "PIECE", 16)  # less than the tests' matrices have
 
 
-def llama(dtype: torch.dtype = torch.bfloat16, **settings: Any) -> Any:
+def llama(dtype: torch.dtype = torch.bfloat16, **settings):
     torch.manual_seed(0)
     config = LlamaConfig(**{**COMMON, **settings}, attention_bias=True)
     return LlamaForCausalLM(config).eval().to(dtype)
@@ -36,7 +35,7 @@ def layer(dtype: torch.dtype = torch.bfloat16, *, bias: bool = True) -> Linear:
     return Linear(64, 24, bias=bias).to(dtype).requires_grad_(requires_grad=False)
 
 
-def product(module: Any, rows: torch.Tensor) -> torch.Tensor:
+def product(module, rows: torch.Tensor) -> torch.Tensor:
     bias = None if module.bias is None else module.bias.double()
     return torch.nn.functional.linear(rows.double(), module.weight.double(), bias)
 
@@ -44,7 +43,7 @@ def product(module: Any, rows: torch.Tensor) -> torch.Tensor:
 def test_another_thread_s_rows_go_through_the_layer_s_own_product(monkeypatch):
     pytest.importorskip("numba")
 
-    def changed(*_: Any) -> torch.Tensor:
+    def changed(*_) -> torch.Tensor:
         raise AssertionError
 
     monkeypatch.setattr("sfi_kernels.numba_ops.multiply_few", changed)
@@ -89,9 +88,7 @@ def test_small_matrices_and_odd_widths_of_float32_stay_as_they_are(monkeypatch):
 
 
 @pytest.mark.parametrize(("native", "expected"), [(False, [1, 2, 8]), (True, [1])])
-def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(
-    monkeypatch, expected: list[int], *, native: bool
-):
+def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(monkeypatch, expected, *, native):
     pytest.importorskip("numba")
     from sfi_kernels import numba_ops as loops  # noqa: PLC0415
 
@@ -107,8 +104,6 @@ def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(
 
 
 class Holder(torch.nn.Module):
-    """What of a model these functions look at."""
-
     def __init__(self, one: Linear) -> None:
         super().__init__()
         self.one, self.device, self.dtype = one, torch.device("cpu"), one.weight.dtype
@@ -119,7 +114,7 @@ def test_slow_fast_widens_while_it_lasts_and_leaves_the_model_as_it_was():
     model = llama()
     kinds = [type(module) for module in model.modules()]
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(*_) -> None:
         assert type(model.lm_head) is RowLinear
         raise KeyboardInterrupt
 

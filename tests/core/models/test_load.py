@@ -5,7 +5,6 @@ import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
@@ -30,17 +29,15 @@ class Compared(Exception):  # noqa: N818 - it carries what ranks compare, and is
 
 
 class FakeRanks(Ranks):
-    """Two ranks of which only this one is there."""
-
-    def agreed(self) -> Any:
+    def agreed(self):
         return nullcontext()
 
-    def check_same(self, facts: dict[str, Any]) -> None:
+    def check_same(self, facts: dict) -> None:
         raise Compared(facts)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
     tiny_qwen3(len(tiny_tokenizer)).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
@@ -49,7 +46,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """Return a copy of the checkpoint to damage."""
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
@@ -70,7 +66,7 @@ def hub_id(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _offlin
     return "owner/name"
 
 
-def refusal(error: type[SfiError], source: str, **options: Any) -> str:
+def refusal(error: type[SfiError], source: str, **options) -> str:
     with pytest.raises(error) as caught:
         load(source, **options)
     assert type(caught.value) is error
@@ -80,12 +76,12 @@ def refusal(error: type[SfiError], source: str, **options: Any) -> str:
     return message
 
 
-def edit(folder: Path, **changes: Any) -> None:
+def edit(folder: Path, **changes) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_a_folder_loads_in_evaluation_mode(saved: Path, tiny_tokenizer: Any):
+def test_a_folder_loads_in_evaluation_mode(saved: Path, tiny_tokenizer):
     model, tokenizer = load(str(saved), device="cpu")
     assert not model.training
     assert tokenizer.get_vocab() == tiny_tokenizer.get_vocab()
@@ -107,9 +103,7 @@ def test_a_hub_id_loads_from_the_cache(hub_id: str, saved: Path, revision: str |
 
 
 @pytest.mark.parametrize("hub", [True, False])
-def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(
-    hub: bool, hub_id: str, saved: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(hub, hub_id, saved, monkeypatch):
     monkeypatch.setattr("sfi_core.models.load.join", lambda: FakeRanks(size=2))
     with pytest.raises(Compared) as told:
         load(hub_id if hub else str(saved), device="cpu")
@@ -119,12 +113,11 @@ def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(
 
 @pytest.mark.parametrize("name", ["auto", "float32", "bf16", "bfloat16", "fp16"])
 def test_weights_have_the_dtype_asked_for(saved: Path, name: str):
-    """The checkpoint is float32."""
     full = {"auto": "float32", "bf16": "bfloat16", "fp16": "float16"}.get(name, name)
     assert load(str(saved), dtype=name, device="cpu")[0].dtype == getattr(torch, full)
 
 
-def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer: Any):
+def test_auto_takes_the_checkpoint_s_dtype(tmp_path: Path, tiny_tokenizer):
     tiny_qwen3(len(tiny_tokenizer)).bfloat16().save_pretrained(tmp_path)
     tiny_tokenizer.save_pretrained(tmp_path)
     assert load(str(tmp_path), device="cpu")[0].dtype == torch.bfloat16
@@ -136,14 +129,11 @@ def test_a_missing_folder_is_named_and_a_file_is_no_model(source: str):
     assert refusal(InputError, __file__) == f"model must be a folder, a hub id or a .gguf file, got the file {__file__}"
 
 
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [
-        ("config.json", "model folder {} has no config.json"),
-        ("tokenizer.json", "model folder {} has no tokenizer; save one there"),
-        ("model.safetensors", "model {} cannot be loaded: Error no file named "),
-    ],
-)
+@pytest.mark.parametrize(("file", "words"), [
+    ("config.json", "model folder {} has no config.json"),
+    ("tokenizer.json", "model folder {} has no tokenizer; save one there"),
+    ("model.safetensors", "model {} cannot be loaded: Error no file named "),
+])  # fmt: skip
 def test_a_folder_without_a_file_is_refused(folder: Path, file: str, words: str):
     (folder / file).unlink()
     assert refusal(InputError, str(folder)).startswith(words.format(folder))
@@ -182,19 +172,16 @@ def test_weights_that_the_config_does_not_fit_are_counted_and_named(folder: Path
     assert refusal(InputError, str(folder)) == f"model {folder} {lacks}"
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "reason"),
-    [
-        ("config.json", "[]", "cannot be loaded"),
-        ("config.json", "[" * 100_000, "cannot be loaded"),
-        ("generation_config.json", "[]", "cannot be loaded"),
-        ("config.json", {"model_type": "nonesuch"}, "model type `nonesuch`"),
-        ("config.json", {"hidden_size": "x"}, "'hidden_size' expected int, got str"),
-        ("config.json", {"head_dim": 0}, "head_dim must be in 1 to 16,384, got 0"),
-        ("config.json", {"num_hidden_layers": 10**5, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
-        ("config.json", {"vocab_size": 2**40}, "vocab_size must be in 1 to 16,777,216"),
-    ],
-)
+@pytest.mark.parametrize(("file", "text", "reason"), [
+    ("config.json", "[]", "cannot be loaded"),
+    ("config.json", "[" * 100_000, "cannot be loaded"),
+    ("generation_config.json", "[]", "cannot be loaded"),
+    ("config.json", {"model_type": "nonesuch"}, "model type `nonesuch`"),
+    ("config.json", {"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+    ("config.json", {"head_dim": 0}, "head_dim must be in 1 to 16,384, got 0"),
+    ("config.json", {"num_hidden_layers": 10**5, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
+    ("config.json", {"vocab_size": 2**40}, "vocab_size must be in 1 to 16,777,216"),
+])  # fmt: skip
 def test_a_stranger_s_config_is_one_line_and_soon(folder: Path, file: str, text: str | dict, reason: str):
     if isinstance(text, dict):
         edit(folder, **text)
@@ -225,7 +212,6 @@ LISTS = (
     ("template", "joined"), [(PRINTS, "\n"), (PRINTS.replace("m.content", "m.content | tojson"), "\\n"), (LISTS, "")]
 )
 def test_text_parts_and_null_are_read_as_text(saved: Path, template: str, joined: str):
-    """Python's or JSON's list went into the prompt."""
     tokenizer = load_tokenizer(str(saved))
     tokenizer.chat_template = template
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -233,15 +219,12 @@ def test_text_parts_and_null_are_read_as_text(saved: Path, template: str, joined
     assert chat_text(tokenizer, chat).replace('"', "") == f"<user>a{joined}b<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ([{"type": "image_url", "image_url": {}}], "parts of type 'text' with a text, got 'image_url'"),
-        ([{"type": "text"}], "parts of type 'text' with a text, got 'text'"),
-        (["a"], "parts of type 'text' with a text, got 'a'"),
-        (5, "a text as content, got 5"),
-    ],
-)
+@pytest.mark.parametrize(("content", "told"), [
+    ([{"type": "image_url", "image_url": {}}], "parts of type 'text' with a text, got 'image_url'"),
+    ([{"type": "text"}], "parts of type 'text' with a text, got 'text'"),
+    (["a"], "parts of type 'text' with a text, got 'a'"),
+    (5, "a text as content, got 5"),
+])  # fmt: skip
 def test_a_content_that_is_no_text_is_refused_by_name(saved: Path, content: object, told: str):
     tokenizer = load_tokenizer(str(saved))
     tokenizer.chat_template = PRINTS
@@ -261,7 +244,7 @@ def test_half_a_character_is_no_prompt(saved: Path):
         (ViTConfig(), " (vit) is no causal language model"),
     ],
 )
-def test_a_model_of_something_else_is_unsupported(folder: Path, config: Any, told: str):
+def test_a_model_of_something_else_is_unsupported(folder: Path, config, told: str):
     config.save_pretrained(folder)
     assert refusal(UnsupportedModelError, str(folder)) == f"{folder}{told}"
 

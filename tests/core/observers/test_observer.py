@@ -1,5 +1,3 @@
-"""Observers: several act as one, and none costs nothing."""
-
 import pytest
 import torch
 
@@ -55,8 +53,6 @@ def test_an_observer_of_one_thing_inherits_the_rest():
 
 
 class Everything(NullObserver):
-    """Wants every event."""
-
     def on(self, event) -> None:
         """Take it."""
 

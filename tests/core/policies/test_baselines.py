@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def make(policy: str, config: SfiConfig = CONFIG, layers: tuple[int, ...] = (0, 
     return POLICIES[policy](config, Trigger(frozenset(), config), layers)
 
 
-def shown(logits: torch.Tensor, **fields: Any) -> LayerContext:
+def shown(logits: torch.Tensor, **fields) -> LayerContext:
     """Return what a layer of one request shows a policy at a step whose cache holds T tokens."""
     T = logits.shape[-1]
     state = fields.pop("state", None) or RequestState(
@@ -53,9 +52,6 @@ def chosen(index_BHK: torch.Tensor) -> list[list[int]]:
     return [[j for j in head if j >= 0] for head in index_BHK[0].tolist()]
 
 
-# snapkv -------------------------------------------------------------------------------------------
-
-
 def test_snapkv_keeps_the_pooled_attention_of_the_window():
     """Softmax over the whole prompt, mean over window and group, average over five neighbors."""
     logits = random_logits(PROMPT, window=3)
@@ -67,7 +63,7 @@ def test_snapkv_keeps_the_pooled_attention_of_the_window():
         assert got[head] == best_of(score, prefix, BUDGET)
 
 
-def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model: Any):
+def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model):
     observer = RecordingObserver()
     config = CONFIG.replace(trigger_policy="always")  # not asked
     sfi_core.generate(
@@ -77,9 +73,6 @@ def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model: Any):
     assert {event.step for event in observer.selections} == {0}
     attended = [event.attended_tokens for event in observer.steps[1:]]
     assert attended == [SINK + BUDGET + RECENT + step for step in range(1, 12)]
-
-
-# quest --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [37, 48, 64])
@@ -113,7 +106,7 @@ def test_quest_takes_the_pages_with_the_highest_scores(length: int, kind: str):
 def test_quest_looks_at_a_full_page_once():
     """Page bounds are kept; a step reads the keys of what is new."""
     config, asked = CONFIG.replace(baseline={"page": 8}), []
-    note: dict[str, Any] = {}
+    note = {}
     for length in (30, 31, 32, 33):
         key = torch.randn(1, H, length, D)
 
@@ -128,13 +121,10 @@ def test_quest_looks_at_a_full_page_once():
     assert asked == [(0, 24), (24, 30), (24, 31), (24, 32), (32, 33)]
 
 
-def run(model: Any, policy: str, config: SfiConfig = CONFIG, **options: Any) -> Any:
+def run(model, policy: str, config: SfiConfig = CONFIG, **options):
     return sfi_core.generate(
         model, None, [list(range(PROMPT))], config, policy=policy, max_new_tokens=12, stop_token_ids=(), **options
     ).report
-
-
-# controls -----------------------------------------------------------------------------------------
 
 
 def test_random_k_draws_differ_between_steps_layers_texts_and_seeds():
@@ -176,7 +166,7 @@ def test_prior_only_ranks_by_key_norm_and_position():
         assert got[head] == best_of(score, range(first, last + 1), BUDGET)
 
 
-def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
+def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model):
     """A page bound is two vectors, as a token's key and value; the oracle reads every key."""
     for policy, share in (("quest", 1 / 16), ("oracle-top-k", 1 / 2), ("sfi", 0)):
         request = run(tiny_model, policy).requests[0]
@@ -187,7 +177,7 @@ def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model: Any):
         assert half.cache_read_ratio == half.read_ratio + half.selection_ratio
 
 
-def test_a_method_that_evicts_stores_what_it_reads(tiny_model: Any):
+def test_a_method_that_evicts_stores_what_it_reads(tiny_model):
     for policy in ("snapkv", "streaming-llm"):
         request = run(tiny_model, policy).requests[0]
         assert request.stored_ratio == request.read_ratio < 0.5

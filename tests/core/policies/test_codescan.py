@@ -1,7 +1,6 @@
 """CodeScan's rules, each from a run's own keys, values and queries."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ CONFIG = SfiConfig(sink=SINK, recent=RECENT, budget=BUDGET, trigger_policy="neve
 
 @cache
 def run(relearn: int = 128) -> tuple[Watched, list[tuple[torch.Tensor, torch.Tensor, CodeBasis]]]:
-    """Decode, and keep the keys, queries and basis each time that one is learned."""
     learned = []
 
     def learn(key_HTD: torch.Tensor, query_HND: torch.Tensor) -> CodeBasis:
@@ -61,7 +59,7 @@ def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
     return logits_GT * scale
 
 
-def fast_steps(relearn: int = 128) -> Any:
+def fast_steps(relearn: int = 128):
     """Every fast step of every request and layer, with the last basis before it, if there is any."""
     for (request, _), seen in run(relearn)[0].seen.items():
         bases = bases_of(seen, relearn)
@@ -170,7 +168,6 @@ def test_no_basis_of_as_many_channels_keeps_more_of_the_products(D: int):
 
 
 def own_energy(query_ND: torch.Tensor, basis: CodeBasis, centered_TD: torch.Tensor, head: int) -> list[float]:
-    """What each channel adds to the products, over all pairs."""
     by_query = (query_ND @ basis.query_HDC[head]).double().square().mean(0)
     by_key = (centered_TD @ basis.encode_HDC[head].double()).square().mean(0)
     return [round(value, 2) for value in (by_query * by_key).tolist()]

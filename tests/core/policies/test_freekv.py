@@ -2,7 +2,6 @@
 
 from functools import cache
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def moved(now: Seen, last: Seen, head: int, tau: float) -> bool:
     return float(cosine.mean()) < tau
 
 
-def reads(found: Watched, request: int, layer: int, tau: float) -> tuple[list[Any], int, int]:
+def reads(found: Watched, request: int, layer: int, tau: float):
     """Say what each step's heads read by the rules, and how many of them were corrected, of how many."""
     sink, rows, corrected, of = min(SINK, len(PROMPTS[request])), [], 0, 0
     steps = found.seen[request, layer]

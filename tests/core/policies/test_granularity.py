@@ -1,7 +1,6 @@
 """`sfi` that selects whole pages: the rule by hand, and what holds for tokens holds for pages."""
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 import sfi_core
 from sfi_core import SfiConfig
 from sfi_core.engine.batch_pass import allowed_positions
-from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies import POLICIES
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.selector import selector
@@ -26,7 +24,7 @@ CONFIG = SfiConfig(
 
 
 @cache
-def complete(**changes: Any) -> tuple[Any, RecordingObserver]:
+def complete(**changes):
     observer = RecordingObserver()
     result = sfi_core.generate(
         tiny_qwen3(), None, PROMPTS, CONFIG.replace(**changes), max_new_tokens=NEW,
@@ -35,7 +33,7 @@ def complete(**changes: Any) -> tuple[Any, RecordingObserver]:
     return result.report, observer
 
 
-def candidates(event: SelectionEvent) -> range:
+def candidates(event) -> range:
     prompt = len(PROMPTS[event.request])
     sink = min(SINK, prompt)
     return range(sink, max(sink, prompt + event.step - RECENT))

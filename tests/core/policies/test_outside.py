@@ -1,5 +1,3 @@
-"""Policies that other packages bring, by entry points."""
-
 import re
 import tomllib
 from pathlib import Path
@@ -11,7 +9,6 @@ from sfi_core import EngineOptions, SfiConfig, generate, load
 from sfi_core.bundled.example import load_example
 from sfi_core.errors import ConfigError
 from sfi_core.measure.doctor import _policies
-from sfi_core.observers.events import StepEvent
 from sfi_core.policies import policy_class
 from sfi_core.settings.policy_names import installed
 from tests.architectures import prompts, tiny
@@ -112,7 +109,7 @@ def test_a_selection_of_fewer_positions_than_the_budget_is_counted_as_it_is(inst
             assert request.mean_attended_tokens == pytest.approx(sum(one.attended_tokens for one in read) / len(read))
 
 
-def start(heard: RecordingObserver, step: StepEvent) -> int:
+def start(heard: RecordingObserver, step) -> int:
     """The first position of the anchored recent segment: eight tokens before the end of the last slow step."""
     slow = [one for one in heard.steps if one.request == step.request and one.slow and one.step < step.step]
     return slow[-1].position + 1 - 8

@@ -3,7 +3,6 @@
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,11 +40,11 @@ RUNS = [
 
 
 @pytest.fixture(scope="module")
-def complete(tiny_model: Any) -> Any:
+def complete(tiny_model):
     """Run a policy once per module and setting; return the report and what was observed."""
 
     @cache
-    def run(policy: str, mode: str = "anchored", only: int | None = None) -> Any:
+    def run(policy: str, mode: str = "anchored", only: int | None = None):
         prompts = PROMPTS if only is None else [PROMPTS[only]]
         observer = RecordingObserver()
         result = sfi_core.generate(
@@ -75,7 +74,6 @@ def selects(policy: str, event: SelectionEvent) -> bool:
 
 
 def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
-    """Say how many tokens a fast step may read."""
     config = make(policy, CONFIG.replace(recent_mode=mode)).config
     sparse = SINK + BUDGET + RECENT
     if config.recent_mode == "anchored":  # SnapKV keeps what was decoded
@@ -85,7 +83,7 @@ def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
 
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
-def test_a_fast_step_reads_no_more_than_the_budget(complete: Any, policy: str, mode: str):
+def test_a_fast_step_reads_no_more_than_the_budget(complete, policy: str, mode: str):
     """Sink, recent and selected tokens; an anchored window grows by up to t_max."""
     _, observer = complete(policy, mode)
     fast = [event for event in observer.steps if not event.slow]
@@ -96,7 +94,7 @@ def test_a_fast_step_reads_no_more_than_the_budget(complete: Any, policy: str, m
 
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
-def test_selected_positions_are_candidates_ascending_and_unique(complete: Any, policy: str, mode: str):
+def test_selected_positions_are_candidates_ascending_and_unique(complete, policy: str, mode: str):
     _, observer = complete(policy, mode)
     for event in observer.selections:
         # what serves the next step is selected among what has left the window by then
@@ -115,16 +113,14 @@ def test_selected_positions_are_candidates_ascending_and_unique(complete: Any, p
 
 
 @pytest.mark.parametrize(("policy", "mode"), RUNS)
-def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete: Any, policy: str, mode: str):
-    """A request does not notice the other requests of its batch."""
+def test_a_row_of_a_ragged_batch_equals_the_row_alone(complete, policy: str, mode: str):
     together, _ = complete(policy, mode)
     for row, request in enumerate(together.requests):
         alone, _ = complete(policy, mode, row)
         assert request == alone.requests[0]
 
 
-def test_the_runs_above_differ_between_policies(complete: Any):
-    """Otherwise they would show little."""
+def test_the_runs_above_differ_between_policies(complete):
     tokens = {str([r.token_ids for r in complete(policy, mode)[0].requests]) for policy in POLICIES for mode in MODES}
     # those that the trigger makes slow have both modes; the others have one
     assert len(tokens) == len(POLICIES) + sum(issubclass(policy, Triggered) for policy in POLICIES.values())
@@ -143,7 +139,7 @@ def test_the_page_on_policies_has_a_row_for_each():
     ],
     ids=["trigger", "drafts", "offloads"],
 )
-def test_the_pages_name_what_can(page: str, sentence: str, can: Any):
+def test_the_pages_name_what_can(page: str, sentence: str, can):
     (named,) = re.findall(sentence, (DOCS / f"{page}.md").read_text(), re.DOTALL)
     assert set(re.findall(r"`([a-z0-9-]+)`", named)) == {name for name, policy in POLICIES.items() if can(policy)}
 
@@ -153,7 +149,6 @@ def make(policy: str, config: SfiConfig = CONFIG) -> Policy:
 
 
 def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> LayerContext:
-    """Return what a layer of one request shows a policy."""
     return layer_context(
         logits,
         allowed_BT=allowed_positions(length, torch.tensor([budget_start]), torch.tensor([length - RECENT])),
@@ -161,10 +156,7 @@ def context(logits: torch.Tensor, length: int, budget_start: int = SINK) -> Laye
     )
 
 
-# full-kv ------------------------------------------------------------------------------------------
-
-
-def plain_tokens(model: Any, prompt: list[int], mask_row: Any = None) -> list[int]:
+def plain_tokens(model, prompt: list[int], mask_row=None) -> list[int]:
     """Complete greedily without a cache; `mask_row` says which positions a decoded query reads."""
     ids = list(prompt)
     for _ in range(NEW):
@@ -180,7 +172,7 @@ def plain_tokens(model: Any, prompt: list[int], mask_row: Any = None) -> list[in
     return ids[len(prompt) :]
 
 
-def test_full_kv_is_the_plain_model(complete: Any, tiny_model: Any):
+def test_full_kv_is_the_plain_model(complete, tiny_model):
     report, _ = complete("full-kv")
     for prompt, request in zip(PROMPTS, report.requests, strict=True):
         assert request.token_ids == plain_tokens(tiny_model, prompt)
@@ -188,10 +180,7 @@ def test_full_kv_is_the_plain_model(complete: Any, tiny_model: Any):
         assert request.read_ratio == 1
 
 
-# streaming-llm ------------------------------------------------------------------------------------
-
-
-def test_streaming_llm_reads_sink_and_last_tokens_and_nothing_else(complete: Any, tiny_model: Any):
+def test_streaming_llm_reads_sink_and_last_tokens_and_nothing_else(complete, tiny_model):
     """The plain model under that mask says the same tokens; the budget widens the window."""
     report, _ = complete("streaming-llm")
     for row, (prompt, request) in enumerate(zip(PROMPTS, report.requests, strict=True)):
@@ -206,10 +195,7 @@ def test_streaming_llm_reads_sink_and_last_tokens_and_nothing_else(complete: Any
     assert attended == SINK + RECENT + BUDGET
 
 
-# sfi ----------------------------------------------------------------------------------------------
-
-
-def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete: Any):
+def test_sfi_refreshes_every_layer_on_slow_steps_and_never_on_fast_ones(complete):
     report, observer = complete("sfi")
     for row, request in enumerate(report.requests):
         refreshed = [(e.step, e.layer) for e in observer.selections if e.request == row]
@@ -226,9 +212,7 @@ def test_sfi_selects_the_best_scores_of_the_selector():
 
 
 @pytest.mark.parametrize("observed", [True, False])
-def test_who_listens_to_selections_gets_their_diagnostics(
-    tiny_model: Any, monkeypatch: pytest.MonkeyPatch, *, observed: bool
-):
+def test_who_listens_to_selections_gets_their_diagnostics(tiny_model, monkeypatch, *, observed):
     heard = set()
     select_after = POLICIES["sfi"].select_after
     monkeypatch.setattr(
@@ -240,15 +224,12 @@ def test_who_listens_to_selections_gets_their_diagnostics(
 
 
 @pytest.mark.parametrize(("setting", "value"), [("span", 3), ("selector", {"lambda_clip": 1.0})])
-def test_sfi_hands_its_settings_to_the_selector(setting: str, value: Any):
+def test_sfi_hands_its_settings_to_the_selector(setting: str, value):
     logits = 3 * torch.randn(1, 2, 4, 2, 200)
     layer = context(logits, 200)
     changed = make("sfi", CONFIG.replace(budget=20, **{setting: value})).select_after(layer)
     same = make("sfi", CONFIG.replace(budget=20)).select_after(layer)
     assert not torch.equal(changed.index_BHK, same.index_BHK)
-
-
-# oracle-top-k -------------------------------------------------------------------------------------
 
 
 def test_oracle_top_k_picks_the_positions_with_most_attention():
@@ -261,22 +242,16 @@ def test_oracle_top_k_picks_the_positions_with_most_attention():
     assert torch.equal(index.long(), best)
 
 
-def test_oracle_top_k_selects_anew_at_every_step(complete: Any):
+def test_oracle_top_k_selects_anew_at_every_step(complete):
     _, observer = complete("oracle-top-k")
     steps = [e.step for e in observer.selections if (e.request, e.layer) == (0, 1) and e.index_HK.numel()]
     assert steps == list(range(1, NEW))
 
 
-# plans --------------------------------------------------------------------------------------------
-
-
 PLANS = {
-    "full-kv": ["full-kv", "full-kv"],
-    "sfi": ["trigger", ""],
-    "random-k": ["trigger", ""],
-    "prior-only": ["trigger", ""],
-    "synckv": ["", "anticipation"],
-}
+    "full-kv": ["full-kv", "full-kv"], "sfi": ["trigger", ""], "random-k": ["trigger", ""],
+    "prior-only": ["trigger", ""], "synckv": ["", "anticipation"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", POLICIES)

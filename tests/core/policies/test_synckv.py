@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,7 +68,7 @@ def sets_of_a_cluster(steps: list[Seen], leader: int, rho: float, sink: int) -> 
     return rows
 
 
-def reads(found: Watched, request: int, layer: int, suspension: str, rho: float) -> list[Any]:
+def reads(found: Watched, request: int, layer: int, suspension: str, rho: float) -> list:
     """Say what each step's heads read (Algorithm 1, lines 22-24)."""
     steps, sink = found.seen[request, layer], min(SINK, len(PROMPTS[request]))
     sets = {leader: sets_of_a_cluster(steps, leader, rho, sink) for leader in LEADERS[layer]}
@@ -147,7 +146,7 @@ def test_even_splits_neighbors_and_takes_each_group_s_first_head():
     assert by_heads[14] == (0,) * 5 + (5,) * 5 + (10,) * 4
 
 
-def make(heads: str | None, **own: Any) -> SyncKV:
+def make(heads: str | None, **own) -> SyncKV:
     config = CONFIG.replace(synckv={"heads": heads, **own})
     return SyncKV(config, Trigger(frozenset(), config), LAYERS)
 

@@ -1,23 +1,39 @@
-"""What CUDA graphs hold, by hand; and free memory as PyTorch's allocator knows it."""
+"""What CUDA graphs and lossless runs hold, by hand and measured; free memory as PyTorch's allocator knows it."""
 
+import weakref
+from collections import Counter
 from fractions import Fraction
-from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sfi_core
-from sfi_core import EngineOptions, SfiConfig
+from sfi_core import EngineOptions, Sampling, SfiConfig
 from sfi_core.errors import MemoryForecastError
 from sfi_core.generation import batch_plan
 from sfi_core.machine import memory
 from sfi_core.measure.bench.architectures import empty_model, random_config
 from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
-from sfi_core.sizes.memory import CPU_SLACK, GRAPH_BYTES, LIBRARY_BYTES, Drafting, check_fits, forecast, step_sizes
+from sfi_core.observers.observer import NullObserver, Observer
+from sfi_core.settings.config import DraftConfig
+from sfi_core.sizes.memory import (
+    COMPARING,
+    CPU_SLACK,
+    GRAPH_BYTES,
+    LIBRARY_BYTES,
+    PICKING,
+    Drafting,
+    check_fits,
+    forecast,
+    step_sizes,
+)
 from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import RING_PLACES
+from tests.core.conftest import tiny_qwen3
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
@@ -32,7 +48,7 @@ def test_there_is_a_graph_for_each_power_of_two_of_slow_requests():
     assert step_sizes(8, selects=False) == [0]
 
 
-def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
+def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model):
     """4 query heads over 2 KV heads, a vocabulary of 96, in float32; a batch of 3 has graphs 0, 1, 2, 3."""
     sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 1000, "prefill_chunk": 8}
     options = {"refreshed_together": 3, "evidence_buffers": RING_PLACES}
@@ -51,23 +67,18 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model: Any):
     assert whole.workspace_bytes == none.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 24) * 4000
 
 
-def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model: Any):
+def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model):
     one = forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
     assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
 
 
-@pytest.mark.parametrize(
-    ("engine", "places", "graphs"),
-    [
-        (EngineOptions(), RING_PLACES, True),
-        (EngineOptions(overlap=False), 1, True),
-        (EngineOptions(graphs=False), RING_PLACES, False),
-    ],
-)
-def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(
-    monkeypatch: pytest.MonkeyPatch, engine: EngineOptions, places: int, graphs: bool
-):
+@pytest.mark.parametrize(("engine", "places", "graphs"), [
+    (EngineOptions(), RING_PLACES, True),
+    (EngineOptions(overlap=False), 1, True),
+    (EngineOptions(graphs=False), RING_PLACES, False),
+])  # fmt: skip
+def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(monkeypatch, engine, places, graphs):
     """4 x rows x H x G x capacity x 4 bytes; Qwen3-4B has 8 KV heads, 32 query heads, 151,936 tokens."""
     monkeypatch.setattr("sfi_core.measure.bench.byte_roofline.describe_measured", lambda _: {})
     model = empty_model(random_config("qwen3-4b"), torch.device("meta"), torch.bfloat16)
@@ -100,7 +111,6 @@ class Allocator:
             monkeypatch.setattr(torch.cuda, name, function)
 
     def take(self, size: int) -> None:
-        """Allocate anew."""
         self.allocated += size
         self.reserved = max(self.reserved, self.allocated)
 
@@ -124,9 +134,7 @@ def test_what_the_allocator_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("empties", [True, False])
-def test_a_second_run_of_a_process_is_planned_as_the_first(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Any, empties: bool
-):
+def test_a_second_run_of_a_process_is_planned_as_the_first(monkeypatch: pytest.MonkeyPatch, tiny_model, empties: bool):
     """Of four prompts three fit; the first run's memory is free again, whether or not it was given back."""
     prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
     with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
@@ -135,7 +143,7 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
     monkeypatch.setattr(batch_plan, "free_bytes", lambda _: free(CUDA))
     monkeypatch.setattr(batch_plan, "give_back", lambda _: memory.give_back(CUDA) if empties else None)
 
-    def planned(made: Any) -> None:
+    def planned(made) -> None:
         plans.append(made)
         allocator.take(made.forecast.needed_bytes)
 
@@ -148,7 +156,7 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(
     assert allocator.emptied == (2 if empties else 0)
 
 
-def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model: Any):
+def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, tiny_model):
     monkeypatch.setattr("sfi_core.sizes.memory.free_bytes", lambda _: 1000)
     sizes = {"batch": 1, "prompt_tokens": 3, "capacity": 9}
     for graphs, words in ((True, "0.05 GB CUDA graphs"), (False, "GB workspace)")):
@@ -156,3 +164,114 @@ def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, 
         with pytest.raises(MemoryForecastError) as caught:
             check_fits(expected, CPU)
         assert words in str(caught.value)
+
+
+VOCABULARY = 40_000
+PROMPT, NEW, DRAFT = 40, 10, 6
+DRAFTING = SfiConfig(
+    slow_start=1, min_gap=0, span=0, sink=3, recent=6, budget=5, trigger_token_ids=(1,), t_max=100,
+    draft=DraftConfig(max_tokens=DRAFT, adaptive=False),
+)  # fmt: skip
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that are alive, those of one storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users: Counter[int] = Counter()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {one.data_ptr() for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
+        for one in tree_leaves(out):
+            if torch.is_tensor(one) and one.untyped_storage().nbytes():
+                self._see(one, known)
+        return out
+
+    def _see(self, one: torch.Tensor, known: set[int]) -> None:
+        place, size = one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()
+        if not self.users[place]:
+            if place in known:
+                return  # it was there before
+            self.now += size
+            self.peak = max(self.peak, self.now)
+        self.users[place] += 1
+        weakref.finalize(one, self._forget, place, size)
+
+    def _forget(self, place: int, size: int) -> None:
+        self.users[place] -= 1
+        if not self.users[place]:
+            self.now -= size
+
+
+class Compares(NullObserver):
+    def on_logits(self, event) -> None:
+        """Take note."""
+
+
+def run(observers: list[Observer], sampling: Sampling | None):
+    model = tiny_qwen3(VOCABULARY)
+    torch.manual_seed(1)
+    rows = torch.randint(VOCABULARY, (3, PROMPT)).tolist()
+    with Live() as live:
+        result = sfi_core.generate(
+            model, None, rows, DRAFTING, max_new_tokens=NEW, stop_token_ids=(), observers=observers,
+            engine=EngineOptions(lossless=True), sampling=sampling, seed=3,
+        )  # fmt: skip
+    return live.peak, result
+
+
+SAMPLED = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
+
+
+@pytest.mark.parametrize(
+    ("observers", "sampling"), [([], None), ([Compares()], SAMPLED)], ids=["alone, greedy", "compared, sampled"]
+)
+def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer], sampling: Sampling | None):
+    """A plain run's forecast does not; and where tokens are drawn, the lossless one is not far above."""
+    peak, result = run(observers, sampling)
+    assert max(request.lossless.drafted for request in result.report.requests) >= DRAFT
+    plain = forecast(
+        tiny_qwen3(VOCABULARY), [LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)] * 2,
+        untriggered("sfi", DRAFTING), batch=3, prompt_tokens=PROMPT, capacity=PROMPT + NEW,
+    )  # fmt: skip
+    assert plain.needed_bytes < peak <= result.forecast.needed_bytes
+    if sampling is not None:  # the forecast knows of no sampling: it leaves room for noise
+        assert result.forecast.needed_bytes < 5 * peak
+
+
+def test_the_bytes_of_a_verification_equal_hand_arithmetic():
+    sizes = {"batch": 2, "vocabulary": 1000, "itemsize": 2}
+    attention = {"grouped": 2, "capacity": 100}
+    one = Drafting(tested=5, together=3000, compares=False, explicit=False)
+    assert one.pass_bytes(**sizes, **attention) == 2 * 5 * 1000 * 2 + 3000 * PICKING
+    assert one.kept_bytes(**sizes) == 0
+    two = Drafting(tested=5, together=10, compares=True, explicit=False)
+    assert two.pass_bytes(**sizes, **attention) == 20000 + max(1000 * PICKING, 5000 * COMPARING)
+    assert two.kept_bytes(**sizes) == 2 * 4 * 1000 * 2
+    long = Drafting(tested=5, together=10, compares=False, explicit=True)
+    held = long.pass_bytes(**sizes, grouped=2, capacity=10**6)
+    assert held == 3 * 4 * 2 * 5 * 10**6
+
+
+def test_sliding_windows_are_held_twice(tiny_model):
+    sliding = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
+    full = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
+    drafting = Drafting(tested=5, together=10, compares=True, explicit=True)
+    plain, lossless = (
+        forecast(
+            tiny_model,
+            [full, sliding],
+            untriggered("sfi", DRAFTING),
+            batch=1,
+            prompt_tokens=30,
+            capacity=40,
+            drafting=one,
+        )
+        for one in (None, drafting)
+    )
+    assert lossless.sliding_bytes == 2 * plain.sliding_bytes
+    grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
+    assert grown >= CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=40)

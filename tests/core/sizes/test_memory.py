@@ -2,10 +2,7 @@
 
 import copy
 import resource
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -29,14 +26,12 @@ FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
 SLIDING = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
 
 
-def expect(
-    model: Any, layers: list[LayerShape], config: SfiConfig = CONFIG, policy: str = "sfi", **changes: Any
-) -> Forecast:
+def expect(model, layers: list[LayerShape], config: SfiConfig = CONFIG, policy: str = "sfi", **changes) -> Forecast:
     sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 40, **changes}
     return forecast(model, layers, untriggered(policy, config), **sizes)
 
 
-def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model: Any):
+def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model):
     expected = expect(tiny_model, [FULL, FULL])
     assert expected.kv_bytes == 2 * 128 * 3 * 40  # layers x row x requests x tokens
     assert expected.norm_bytes == 2 * 2 * 4 * 3 * 40
@@ -46,7 +41,7 @@ def test_the_forecast_of_a_known_model_equals_hand_arithmetic(tiny_model: Any):
     assert expected.workspace_bytes == CPU_SLACK * (1408 * 90 + 768 * 3)
 
 
-def test_sliding_layers_keep_their_window_only(tiny_model: Any):
+def test_sliding_layers_keep_their_window_only(tiny_model):
     expected = expect(tiny_model, [FULL, SLIDING])
     assert expected.kv_bytes == 128 * 3 * 40
     assert expected.norm_bytes == 2 * 4 * 3 * 40
@@ -55,20 +50,20 @@ def test_sliding_layers_keep_their_window_only(tiny_model: Any):
     assert expect(tiny_model, [FULL, SLIDING], capacity=7).sliding_bytes == 128 * 3 * 7
 
 
-def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model: Any):
+def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model):
     """A bool for each of a piece's 3 x 8 queries and of the 18 keys of the window and the piece."""
     full = expect(tiny_model, [FULL], prefill_chunk=8, policy="full-kv")
     both = expect(tiny_model, [FULL, SLIDING], prefill_chunk=8, policy="full-kv")
     assert both.workspace_bytes - full.workspace_bytes == CPU_SLACK * 3 * 8 * 18
 
 
-def test_no_more_is_packed_than_the_capacity_and_without_a_selection_the_sinks(tiny_model: Any):
+def test_no_more_is_packed_than_the_capacity_and_without_a_selection_the_sinks(tiny_model):
     expected = expect(tiny_model, [FULL], CONFIG.replace(budget=1000))
     assert expected.packed_bytes == 128 * 3 * (3 + 40)
     assert expect(tiny_model, [FULL], policy="full-kv").packed_bytes == 128 * 3 * 3
 
 
-def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any):
+def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model):
     """4 numbers for each of 4 query heads x 16 queries and 12 for each of 2 KV heads, by position."""
     expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8)
     assert expected.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 12 * 2) * 1000 * 4
@@ -76,13 +71,13 @@ def test_the_selector_s_tensors_count_where_they_are_the_largest(tiny_model: Any
     assert lighter.workspace_bytes == CPU_SLACK * (1408 * 3 * 8 + 768 * 3)
 
 
-def test_requests_refreshed_together_need_their_tensors_together(tiny_model: Any):
+def test_requests_refreshed_together_need_their_tensors_together(tiny_model):
     """On the triton backend: one logit for each of 4 query heads, 12 numbers for each of 2 KV heads."""
     expected = expect(tiny_model, [FULL], capacity=1000, prefill_chunk=8, refreshed_together=20)
     assert expected.workspace_bytes == CPU_SLACK * (4 + 12 * 2) * 20 * 1000 * 4
 
 
-def test_codescan_s_first_selection_holds_keys_and_no_logits(tiny_model: Any):
+def test_codescan_s_first_selection_holds_keys_and_no_logits(tiny_model):
     """A request's keys as they are, in float32, and less their mean; 256 queries have 4 x 4 x 256 logits a position."""
     config = CONFIG.replace(window_prefill=256)
     with sfi_core.slow_fast(tiny_model, None, config=config, policy="codescan") as session:
@@ -93,7 +88,7 @@ def test_codescan_s_first_selection_holds_keys_and_no_logits(tiny_model: Any):
     assert sfi == CPU_SLACK * (4 * 4 * 256 + 12 * 2) * 4000 * 4
 
 
-def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
+def test_reading_the_prompt_in_pieces_needs_less(tiny_model):
     sizes = [
         expect(tiny_model, [FULL], prompt_tokens=900, capacity=1000, prefill_chunk=chunk)
         for chunk in (0, 2000, 900, 450)
@@ -115,7 +110,7 @@ def test_reading_the_prompt_in_pieces_needs_less(tiny_model: Any):
     ],
     ids=str,
 )
-def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, options: dict[str, Any]):
+def test_the_forecast_is_what_a_run_allocates(tiny_model, policy: str, options: dict):
     """With pages of 32 tokens 40 take two; a layer left dense has nothing packed."""
 
     def size(*tensors: torch.Tensor) -> int:
@@ -135,8 +130,7 @@ def test_the_forecast_is_what_a_run_allocates(tiny_model: Any, policy: str, opti
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], int]:
-    """Return what sets the system's free kilobytes."""
+def free(monkeypatch: pytest.MonkeyPatch, tmp_path):
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
     return lambda kilobytes: meminfo.write_text(f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n")
@@ -147,7 +141,7 @@ def need(**numbers: int) -> Forecast:
     return Forecast(**{f"{part}_bytes": numbers.get(part, 0) for part in parts})
 
 
-def test_a_run_that_does_not_fit_is_refused_with_the_numbers(free: Any):
+def test_a_run_that_does_not_fit_is_refused_with_the_numbers(free):
     free(3_000_000)
     expected = need(
         resident=9_000_000_000, kv=2_000_000_000, norm=500_000_000, packed=250_000_000, workspace=1_000_000_000
@@ -163,9 +157,7 @@ def test_a_run_that_does_not_fit_is_refused_with_the_numbers(free: Any):
 @pytest.mark.parametrize(
     ("device", "two_tier", "named"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
 )
-def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
-    monkeypatch: pytest.MonkeyPatch, device: str, two_tier: bool, named: bool
-):
+def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(monkeypatch, device, two_tier, named):
     monkeypatch.setattr(module, "free_bytes", lambda _: 1000)
     for way in (None, "max_batch to 3"):
         with pytest.raises(MemoryForecastError) as caught:
@@ -176,23 +168,21 @@ def test_a_cache_that_does_not_fit_a_gpu_can_go_to_the_host(
         check_fits(need(kv=10, workspace=2000), torch.device(device), two_tier=two_tier)
 
 
-def test_what_is_in_use_already_need_not_be_free(free: Any):
+def test_what_is_in_use_already_need_not_be_free(free):
     free(1)
     check_fits(need(resident=10**9, kv=1024), CPU)
     with pytest.raises(MemoryForecastError):
         check_fits(need(resident=10**9, kv=1025), CPU)
 
 
-def test_where_the_free_memory_is_unknown_nothing_is_refused_and_all_run_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Any
-):
+def test_where_the_free_memory_is_unknown_nothing_is_refused_and_all_run_together(monkeypatch, tmp_path, tiny_model):
     monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
     assert memory.free_bytes(CPU) is None
     check_fits(need(kv=10**15), CPU)
     assert plan(tiny_model, [[1]] * 30).slots == plan(tiny_model, [[1]] * 30, max_batch=50).slots == 30
 
 
-def test_generate_refuses_before_it_allocates(free: Any, tiny_model: Any):
+def test_generate_refuses_before_it_allocates(free, tiny_model):
     free(1)
     told = []
     with pytest.raises(MemoryForecastError, match=r"^the run must fit 0\.00 GB of free memory"):
@@ -206,14 +196,14 @@ class Sized:
     ranks = ALONE
     tiers = None
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model) -> None:
         self.model = model
 
     def forecast(self, batch: int, *sizes: int, graphs: bool) -> Forecast:
         return need(kv=10**9 * batch, workspace=10**9)
 
 
-def plan(model: Any, prompts: list[list[int]], **options: Any) -> BatchPlan:
+def plan(model, prompts: list[list[int]], **options) -> BatchPlan:
     return plan_batch(Sized(model), prompts, [4] * len(prompts), **options)
 
 
@@ -225,7 +215,7 @@ def test_the_largest_batch_is_the_last_that_fits(gigabytes: int, fits: int):
     assert largest_batch(lambda batch: 10**9 * (1 + batch), 9, 10**9 * gigabytes) == fits
 
 
-def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(free: Any, tiny_model: Any):
+def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(free, tiny_model):
     prompts = [[1] * length for length in (3, 20, 5, 4)]
     free(4 * GIGABYTE)  # 3 fit; with a tenth left free 2 do
     made = plan(tiny_model, prompts)
@@ -238,7 +228,7 @@ def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(free: Any
     assert plan(tiny_model, prompts).slots == 1
 
 
-def test_more_together_than_fit_is_refused_with_how_many_do(free: Any, tiny_model: Any):
+def test_more_together_than_fit_is_refused_with_how_many_do(free, tiny_model):
     free(4 * GIGABYTE)
     assert plan(tiny_model, [[1]] * 9, max_batch=3).slots == 3
     with pytest.raises(MemoryForecastError, match=r"6\.00 GB .*; lower max_batch to 3$"):
@@ -249,7 +239,7 @@ def test_more_together_than_fit_is_refused_with_how_many_do(free: Any, tiny_mode
             plan(tiny_model, [[1]] * 9, **options)
 
 
-def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free: Any, tiny_model: Any):
+def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free, tiny_model):
     """Decided, and said, before the run; the tokens are those of all together."""
     prompts = [[*range(1, 9)], [*range(4, 40)], [5, 6], [*range(30, 50)]]
     with sfi_core.slow_fast(tiny_model, None, CONFIG) as session:
@@ -264,7 +254,7 @@ def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free: Any,
     assert fewer.forecast.kv_bytes == plans[1].forecast.kv_bytes == 2 * 128 * 3 * 42
 
 
-def test_prompts_that_were_read_together_stay_together(tiny_model: Any):
+def test_prompts_that_were_read_together_stay_together(tiny_model):
     shared = sfi_core.generation.generate.read_prompt(tiny_model, None, [[1, 2], [3]], capacity=9)
     with pytest.raises(ConfigError, match=r"must be at least the 2 prompts of shared, got 1$"):
         sfi_core.generate(tiny_model, None, [[1, 2], [3]], CONFIG, max_new_tokens=4, shared=shared, max_batch=1)
@@ -293,7 +283,7 @@ def test_resetting_the_peak_forgets_what_came_and_went():
     assert low < high
 
 
-def test_a_peak_that_cannot_be_reset_is_the_process_s(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_peak_that_cannot_be_reset_is_the_process_s(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path)  # writing to a folder is an OSError
     memory.reset_peak(CPU)
     assert memory.peak_bytes(CPU) >= memory.resident_bytes(CPU)

@@ -1,7 +1,6 @@
 """The paged KV cache: what is appended is found again, for every request, page size and dtype."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
-def filled(capacity: int, page_size: int | None = None, dtype: Any = torch.float32, backend: str = "torch") -> Written:
+def filled(capacity: int, page_size: int | None = None, dtype=torch.float32, backend: str = "torch") -> Written:
     return Written(store=KVCache(B, capacity, page_size, backend), dtype=dtype)
 
 

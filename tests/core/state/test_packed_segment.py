@@ -15,8 +15,6 @@ B, H, D, E, SINK, T = 2, 2, 3, 5, 2, 30
 
 
 class Packed:
-    """A segment over a filled cache."""
-
     def __init__(self, rows: int, page_size: int | None = 8, backend: str = "torch") -> None:
         self.key, self.value = torch.randn(B, H, T, D), torch.randn(B, H, T, E)
         self.cache = KVCache(B, T, page_size, backend)
@@ -34,7 +32,6 @@ class Packed:
         self.cache.pack_into(self.segment, 0, request_R, sink_R, index_RHK, max(sinks))
 
     def assert_holds(self, row: int, *heads: list[int]) -> None:
-        """Compare positions, keys and values of a request with what it should hold."""
         for h, positions in enumerate(heads):
             n = len(positions)
             held = self.segment.position_BHS[row, h].tolist()

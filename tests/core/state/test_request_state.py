@@ -1,7 +1,6 @@
 """Eqs. 1-3 and 25: which tokens may be selected, which are read, and how the recent segment moves."""
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +13,6 @@ SINK, RECENT = 4, 8
 
 
 def prefilled(prompt: int, sink: int = SINK, recent: int = RECENT) -> RequestState:
-    """Return a request after its prompt, as `Run.begin_prefill` leaves it."""
     state = RequestState()
     state.begin(slow=True, reason="first", new_tokens=prompt)
     state.prompt_tokens = prompt
@@ -29,18 +27,10 @@ def allowed(state: RequestState, sink: int = SINK) -> list[int]:
     return mask[0].nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
-        (1, []),
-        (SINK - 1, []),
-        (SINK, []),
-        (SINK + RECENT - 1, []),
-        (SINK + RECENT, []),
-        (SINK + RECENT + 1, [4]),
-        (SINK + RECENT + 4, [4, 5, 6, 7]),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "expected"), [
+    (1, []), (SINK - 1, []), (SINK, []), (SINK + RECENT - 1, []), (SINK + RECENT, []), (SINK + RECENT + 1, [4]),
+    (SINK + RECENT + 4, [4, 5, 6, 7]),
+])  # fmt: skip
 def test_candidates_are_all_but_sink_and_recent(prompt: int, expected: list[int]):
     """Eq. 2; without a sink the first token is a candidate."""
     assert allowed(prefilled(prompt)) == expected
@@ -129,7 +119,7 @@ class Refreshed:
         return set(range(self.state.length)) - read - self.candidates
 
 
-def random_runs(*, sliding: bool) -> Iterator[Refreshed]:
+def random_runs(*, sliding: bool):
     """Yield every step of many runs with random prompts and slow steps, no more than t_max apart."""
     draw = random.Random(0)
     for _ in range(60):

@@ -1,16 +1,18 @@
-"""Packing from two tiers gives what packing from the device gives, and brings no row twice."""
+"""The two-tier store against plain tensors: every token is found again, and packed as from the device."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
 
 import pytest
 import torch
 
+from sfi_core.errors import ConfigError
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.layer_pages import PackedSegment
+from sfi_kernels.launch import counting
+from tests.covering import each_value
 from tests.fakes import int32
 from tests.schedules import Lazy
-from tests.two_tier import CAPACITY, SIDES, B, D, E, H, Written
+from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written, joined
 
 pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 
@@ -18,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 class Packing:
     """The same selections packed by a two-tier store and by a cache that has everything."""
 
-    def __init__(self, side: Any, *count: int) -> None:
+    def __init__(self, side, *count: int) -> None:
         self.written, self.cache = Written(side), KVCache(B, CAPACITY)
         self.written.append(*count, into=[self.cache])
         self.segments = [PackedSegment(B, 9, s.pages(0)) for s in (self.written.store, self.cache)]
 
-    def pack(self, rows: Sequence[int], sink: Sequence[int], index: Any, heads: Any = None) -> torch.Tensor:
+    def pack(self, rows, sink, index, heads=None) -> torch.Tensor:
         """Pack by both; return how many rows the two-tier store brought."""
         index_RHK = torch.tensor(index, dtype=torch.int32)
         heads_RH = None if heads is None else torch.tensor(heads)
@@ -36,7 +38,6 @@ class Packing:
         return brought.rows_RH
 
     def assert_same(self) -> None:
-        """Compare what counts of both segments, bit for bit."""
         self.written.store.ready(0)
         ours, theirs = self.segments
         assert torch.equal(ours.length_BH, theirs.length_BH)
@@ -126,3 +127,136 @@ def test_what_follows_a_recall_sees_its_counts():
     store.ready(0)
     assert seen == [[[4, 3]]]
     assert brought.row_bytes == (D + E) * 4
+
+
+PIECES = {
+    "longer than the ring": [(41, 41, 41)],
+    "shorter than the ring": [(7, 5, 9)],
+    "pieces that end inside a page": [(6, 6, 6), (9, 9, 9), (3, 3, 3)],
+    "pieces that end with a page": [(8, 8, 8), (4, 4, 4)],
+    "ragged": [(41, 3, 17), (1, 20, 4)],
+    "single tokens across page borders": [(6, 30, 1)] + 11 * [(1, 1, 1)],
+    "rows that rest": [(13, 9, 21), (1, 0, 1), (0, 1, 0), (5, 0, 16)],
+}
+
+
+@pytest.mark.parametrize(("pieces", "side", "resident"), each_value(PIECES, SIDES, [(), (1,), (0, 1)]))
+def test_every_token_is_found_again(pieces: str, side: str, resident: tuple[int, ...]):
+    written = Written(SIDES[side](), resident)
+    for count in PIECES[pieces]:
+        written.append(*count)
+        written.assert_found()
+
+
+def test_the_triton_backend_keeps_what_the_reference_keeps():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the tokens of these tests are on the CPU")
+    written = Written(backend="triton", page_size=16)
+    with counting(launches := Counter()):
+        for count in PIECES["ragged"]:
+            written.append(*count)
+            written.assert_found()
+    assert launches == {"append": 2}
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_keys_come_from_the_ring_and_from_the_host(side: str):
+    written = Written(SIDES[side]())
+    written.append(41, 3, 17)
+    for row, key in enumerate(written.keys):
+        length = key.shape[1]
+        for start in range(length):
+            for stop in {start + 1, min(start + 7, length), length}:
+                found = written.store.keys(0, row, start, stop)
+                assert torch.equal(found[0], key[:, start:stop])
+
+
+def test_a_part_of_the_tokens_may_be_read():
+    """Its end lies in a page that the ring no longer has, or in one that is not complete."""
+    written = Written()
+    written.append(41, 3, 17)
+    for row, key in enumerate(written.keys):
+        for length in range(1, key.shape[1] + 1):
+            found = joined(written.store.blocks(0, row, length))
+            assert torch.equal(found[0], key[:, :length])
+
+
+def test_the_ring_holds_the_recent_tokens_where_the_kernels_look_for_them():
+    written = Written()
+    written.append(41, 3, 17)
+    for _ in range(N + 1):
+        written.append(1, 1, 1)
+        pages, table = written.store.pages(0), written.store.block_table_BP
+        for row, key in enumerate(written.keys):
+            length = key.shape[1]
+            for position in range(max(0, length - RING * N), length):
+                page = int(table[row, position // N])
+                assert torch.equal(pages.key_PHND[page, :, position % N], key[:, position])
+
+
+def test_norms_of_several_requests_come_in_one_tensor():
+    written = Written()
+    written.append(12, 20, 17)
+    norms = written.store.norms(0, [2, 0], 12)
+    table = written.store.block_table_BP[torch.tensor([2, 0])]
+    pages = table[:, None] * H + torch.arange(H)[:, None].int()
+    assert torch.equal(written.store.norms_of(0, pages)[:, :, :12], norms)
+    expected = torch.stack([written.keys[row][:, :12].norm(dim=-1) for row in (2, 0)])
+    torch.testing.assert_close(norms, expected)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_copy_has_the_tokens_and_a_memory_of_its_own(side: str):
+    written = Written(SIDES[side](), resident=(1,))
+    written.append(30, 7, 13)
+    other, before = written.store.copy(), [key.clone() for key in written.keys]
+    written.append(9, 9, 9)
+    written.assert_found()
+    for row, key in enumerate(before):
+        assert torch.equal(joined(other.blocks(0, row, key.shape[1]))[0], key)
+    assert other.stream.offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
+    written = Written(SIDES[side](), resident=(1,))
+    written.append(30, 17, 13)
+    offloaded = written.store.stream.offloaded_bytes
+    row, key, value = written.store.row(1), torch.randn(1, H, 26, D), torch.randn(1, H, 26, E)
+    row.append(0, key, value, int32([0]), int32([26]), [0], [26])
+    written.keys[1], written.values[1] = key[0], value[0]
+    assert torch.equal(joined(row.blocks(0, 0, 26))[0], key[0])
+    written.append(1, 1, 1)
+    written.assert_found()
+    pages = 26 // N + sum(length // N - (length - 1) // N for length in (31, 27, 14))
+    assert written.store.stream.offloaded_bytes == offloaded + pages * N * H * (D + E) * 4
+
+
+def test_the_bytes_are_those_of_what_the_store_holds():
+    """Ring, ring norms, norms, resident heads, one block's two buffers and the scratch of one request."""
+    written = Written(resident=(1,))
+    written.append(41, 12, 33)
+    store = written.store
+    row, capacity = (D + E) * 4, -(-CAPACITY // N) * N
+    ring = B * RING * N * H * (row + 4)
+    fixed = ring + B * capacity * (H * 4 + row)
+    assert (store.device_bytes, store.host_bytes) == (fixed, B * capacity * H * row)
+    joined(store.blocks(0, 0, 41))
+    stream = 2 * store.stream.block * H * row
+    assert store.device_bytes == fixed + stream
+    segment = PackedSegment(B, 9, store.pages(0))
+    store.pack_into(segment, 0, int32([0]), int32([2]), int32([5, 9]).view(1, 2, 1), 2)
+    assert store.device_bytes == fixed + stream + H * (9 * (row + 4) + 4)
+    assert store.stream.offloaded_bytes == (40 + 12 + 32) * H * row
+    assert store.stream.copied_bytes == 40 * H * row
+
+
+def test_a_longer_run_than_planned_is_refused():
+    store = Written().store
+    store.grow(72)  # whole pages
+    with pytest.raises(ConfigError) as caught:
+        store.grow(73)
+    assert str(caught.value) == (
+        "a run under kv_device_budget must state its length, got 73 tokens after room for 72; give max_new_tokens"
+    )

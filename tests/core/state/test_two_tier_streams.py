@@ -1,7 +1,5 @@
 """The two-tier store on two streams: events order every access to its memory."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -22,12 +20,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made.install(monkeypatch)
     copy, reference = torch.Tensor.copy_, recall.reference
 
-    def noting_copy(to: torch.Tensor, source: torch.Tensor, **how: Any) -> torch.Tensor:
+    def noting_copy(to: torch.Tensor, source: torch.Tensor, **how) -> torch.Tensor:
         read(made, source)
         made.touch(place(to), write=True)
         return copy(to, source, **how)
 
-    def noting_recall(*tensors: torch.Tensor, **how: Any) -> None:
+    def noting_recall(*tensors: torch.Tensor, **how) -> None:
         for tensor in (tensors[0], *tensors[3:10]):
             read(made, tensor)
         for tensor in tensors[6:15]:

@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sfi_core.hosts.vllm.planner import Entry, Planner, Scheduled, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
-from sfi_core.observers.observer import Observer
 from sfi_core.policies.built_in.sfi import SFI
-from sfi_core.settings.config import SfiConfig
 from sfi_core.triggers.trigger import Trigger
 
 BLOCK = 8
@@ -39,16 +36,8 @@ class Fake:
 class FakeScheduler:
     """Runs a planner; `late` tokens are known one engine step after the next one has been planned."""
 
-    def __init__(
-        self,
-        config: SfiConfig,
-        *,
-        slots: int = 4,
-        late: bool = False,
-        piece: int = 10,
-        observer: Observer | None = None,
-    ):
-        def make(own: SfiConfig) -> SFI:
+    def __init__(self, config, *, slots: int = 4, late: bool = False, piece: int = 10, observer=None):
+        def make(own) -> SFI:
             return SFI(own, Trigger(frozenset({STOP}), own), [0, 1])
 
         self.config, self.late, self.piece = config, late, piece
@@ -59,7 +48,7 @@ class FakeScheduler:
         self.lost: list[str] = []
         self.blocks = 1
 
-    def add(self, name: str, prompt: int, script: Sequence[int], /, **settings: Any) -> None:
+    def add(self, name: str, prompt: int, script: Sequence[int], /, **settings) -> None:
         self.live[name] = Fake(name, prompt, script)
         own = {f"sfi.{key}": value for key, value in settings.items()}
         self.planner.see(self.live[name], RequestSettings.of(own, self.config, lambda _: None))
@@ -95,7 +84,6 @@ class FakeScheduler:
         return dict(zip(count, plan.entries, strict=True))
 
     def settle(self) -> None:
-        """Let the sampled tokens be known, and forget the requests that have ended."""
         for one, token in self.coming:
             one.output_token_ids.append(token)
             if one.ended:
@@ -103,7 +91,6 @@ class FakeScheduler:
         self.coming = []
 
     def run(self) -> dict[str, Tracked]:
-        """Go on until all have ended."""
         while self.live:
             self.step()
             if self.late and all(one.generated == len(one.script) for one in self.live.values()):

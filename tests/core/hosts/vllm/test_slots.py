@@ -1,7 +1,6 @@
 """Inside vLLM, in plain numbers: what slots take, which row is which entry, and vLLM's part of a batch."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.planner import Entry
 from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, codes_of, last_blocks, part_of
-from sfi_core.policies import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
@@ -25,13 +23,12 @@ NONE = torch.empty(0, dtype=torch.int64)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
-    """Count what the segments' own tensors take."""
     segment = PackedSegment(slots, packed_rows(untriggered("sfi", config), LONGEST), SHAPE)
     return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
 
 
-def check(policy: Policy, limit: int | None) -> None:
-    sizes: dict[str, Any] = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
+def check(policy, limit: int | None) -> None:
+    sizes = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
     check_slots(policy, SHAPE, backend="torch", limit=limit, **sizes)
 
 
@@ -75,7 +72,6 @@ class Runner:
         self.matcher, self.reads = RowMatcher(), 0
 
     def match(self, order: list[Entry], numbers: list[int] | None, planned: list[Entry]) -> None:
-        """Match rows that are in `order`, and check them."""
         counts = [(entry.length, entry.count) for entry in order]
         assert self.matcher.match(counts, numbers, planned, lambda: self._read(order)) == order
 
@@ -123,9 +119,7 @@ def test_last_blocks() -> None:
 
 
 class Common(SimpleNamespace):
-    """The fields of vLLM's `CommonAttentionMetadata` that a part reads."""
-
-    def replace(self, **changes: Any) -> "Common":
+    def replace(self, **changes) -> "Common":
         return Common(**vars(self) | changes)
 
 

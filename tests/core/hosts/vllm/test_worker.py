@@ -1,8 +1,6 @@
 """The worker engine inside vLLM, without vLLM: plans by hand over a paged cache that the test fills."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -30,8 +28,7 @@ class Request:
     length: int = 0
     step: int = -1
 
-    def entry(self, one: RequestPass, **options: Any) -> Entry:
-        """Enter the next pass."""
+    def entry(self, one: RequestPass, **options) -> Entry:
         start, self.length = self.length, self.length + one.count
         generates = one.generates
         self.step += generates
@@ -66,7 +63,7 @@ class Server:
         self.engine = WorkerEngine(run, store)
         self.random = torch.Generator().manual_seed(3)
 
-    def step(self, *pairs: tuple[Request, Entry], freed: Sequence[int] = ()) -> torch.Tensor:
+    def step(self, *pairs: tuple[Request, Entry], freed=()) -> torch.Tensor:
         """Go through a pass over rows in the order given; return all layers' outputs."""
         rows, first = [], 0
         table_RP = torch.zeros(len(pairs), LONGEST // N, dtype=torch.int32)
@@ -155,7 +152,6 @@ def test_vllms_layout_equals_contiguous_pages(backend: str) -> None:
 
 
 def test_fast_steps_read_a_part() -> None:
-    """A fast step's output differs from a dense one's: the script's budget is small enough to tell."""
     server = Server("torch", strided=True)
     request = Request(0, 0, [3, 9, 4, 11, 7, 1])
     server.step((request, request.entry(prompt(70), opens=True)))
