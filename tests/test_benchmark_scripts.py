@@ -254,14 +254,17 @@ CUDA, CPU = "2.14.1, 2.13.0", "2.14.1, 2.13.0+cpu"
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="install.sh sees this machine's driver")
-@pytest.mark.parametrize(("system", "pip", "pytorch", "options", "wanted"), [
-    ("Linux", CPU, CPU, {}, "torch==2.13.0"),
-    ("Linux", CUDA, CPU, {}, f"{INDEX} torch==2.13.0+cpu"),
-    ("Linux", CUDA, "", {}, "torch==2.13.0"),
-    ("Darwin", CUDA, CPU, {}, "torch==2.13.0"),
-    ("Linux", CUDA, CPU, {"TORCH_SPEC": "torch==2.9.0"}, "torch==2.9.0"),
-    ("Linux", CUDA, CPU, {"DRIVER": "yes"}, "torch>=2.8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("system", "pip", "pytorch", "options", "wanted"),
+    [
+        ("Linux", CPU, CPU, {}, "torch==2.13.0"),
+        ("Linux", CUDA, CPU, {}, f"{INDEX} torch==2.13.0+cpu"),
+        ("Linux", CUDA, "", {}, "torch==2.13.0"),
+        ("Darwin", CUDA, CPU, {}, "torch==2.13.0"),
+        ("Linux", CUDA, CPU, {"TORCH_SPEC": "torch==2.9.0"}, "torch==2.9.0"),
+        ("Linux", CUDA, CPU, {"DRIVER": "yes"}, "torch>=2.8"),
+    ],
+)
 def test_without_a_driver_a_cpu_build_is_taken_where_an_index_has_one(tmp_path, system, pip, pytorch, options, wanted):
     folder = tmp_path / "venv" / "bin"
     folder.mkdir(parents=True)

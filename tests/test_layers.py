@@ -289,10 +289,13 @@ def test_every_private_name_is_listed():
     assert found == {(name, where) for name, (_, where) in LISTED.items()}
 
 
-@pytest.mark.parametrize("line", [
-    "config._hidden", "a.b()._hidden", "getattr(x, '_hidden', 0)", "from torch._hidden import y",
-    "from torch import _hidden", "import torch._hidden as y",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "config._hidden", "a.b()._hidden", "getattr(x, '_hidden', 0)", "from torch._hidden import y",
+        "from torch import _hidden", "import torch._hidden as y",
+    ],
+)  # fmt: skip
 def test_a_private_name_is_found_wherever_it_is_used(tmp_path: Path, line: str):
     path = tmp_path / "module.py"
     path.write_text(f"class Own:\n    def _f(self): return self._g\nOwn()._f()\n{line}\n")

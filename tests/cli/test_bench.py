@@ -184,25 +184,28 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
     assert "…" not in stdout
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), [
-    (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),
-    (("--slow-rate", "often"), 2, "slow_rate must be a share such as 1/20 or 0.05, got 'often'"),
-    (("--set", "t_max=9"), 2, "t_max has no effect here, only on sfi generate, "),
-    (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
-    (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
-    (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
-    (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
-    (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
-    (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
-    (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),
-    (("--forecast", "--acceptance", "0.9"), 2, "acceptance must come without --forecast"),
-    (("--set", "model.weights=int8", "--dtype", "bfloat16"), 4, "weights=int8 must be in float32 on a CPU"),
-    (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
-    (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
-    (("--threads", "0"), 2, "threads must be positive, got 0"),
-    (("-o", "x.csv"), 2, "output must end in one of ('.json',), got x.csv"),
-    (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--context", "x"), 2, "contexts must be whole numbers such as 8192 or 8K, got 'x'"),
+        (("--slow-rate", "often"), 2, "slow_rate must be a share such as 1/20 or 0.05, got 'often'"),
+        (("--set", "t_max=9"), 2, "t_max has no effect here, only on sfi generate, "),
+        (("--random-weights", "qwen9"), 3, "random weights must be one of ('qwen3-0.6b',"),
+        (("--random-weights", "qwen3-4b", "--model", "x"), 2, "random_weights must come without --model"),
+        (("--set", "forecast.bandwidth=10"), 2, "forecast.bandwidth must come with --forecast"),
+        (("--forecast", "--set", "forecast.memory=0"), 2, "forecast.memory must be positive, got 0.0"),
+        (("--forecast", "--kv-device-budget", "20%"), 2, "engine.kv_device_budget must come without --forec"),
+        (("--kv-device-budget", "20"), 2, "kv_device_budget must hold sink + recent + one page, at least "),
+        (("--forecast", "--policy", "synckv"), 2, "synckv.heads must be a file of head clusters, got none"),
+        (("--forecast", "--acceptance", "0.9"), 2, "acceptance must come without --forecast"),
+        (("--set", "model.weights=int8", "--dtype", "bfloat16"), 4, "weights=int8 must be in float32 on a CPU"),
+        (("--set", "engine.graphs=true"), 4, "graphs must run on a CUDA device, got cpu; drop engine.graphs"),
+        (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
+        (("--threads", "0"), 2, "threads must be positive, got 0"),
+        (("-o", "x.csv"), 2, "output must end in one of ('.json',), got x.csv"),
+        (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
+    ],
+)
 def test_mistakes_end_with_one_line(arguments, code, words):
     if "--device" not in arguments:
         arguments = (*arguments, "--device", "cpu")
@@ -370,24 +373,27 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
     assert not plot.exists()  # it would be of `fast`
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), [
-    (("--backend", "triton", "--device", "cpu"), 4, "backend triton must have a CUDA device"),
-    (("--backend", "cuda"), 2, "unknown backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
-    (("--device", "tpu"), 2, "unknown device 'tpu'"),
-    (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
-    (("--retention", "half"), 2, "retention must be a number, got 'half'"),
-    (("--context", "99"), 2, "context must be at least 261"),
-    (("--sweep", "batch"), 2, "unknown sweep 'batch'; expected one of ('retention',)"),
-    (("--sweep", "retention", "--retention", "0.5"), 2, "retention must not be given with --sweep"),
-    (("--compile-only", "--arch", "sm_70"), 2, "unknown arch 'sm_70'; did you mean 'sm_90'? expected one of ("),
-    (("--arch", "sm_90"), 2, "arch must come with --compile-only"),
-    (("--compile-only", "--sweep", "retention"), 2, "compile-only times nothing"),
-    (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
-    (("--plot", "x.png", "--op", "pack"), 2, "op must include fast for --plot"),
-    (("-o", "x.csv"), 2, "output must end in one of ('.json',), got x.csv"),
-    (("-o", "/no/such/folder/x.json"), 1, "cannot be written: No such file or directory"),
-    (("--context", "1000000000"), 4, "the benchmark must fit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--backend", "triton", "--device", "cpu"), 4, "backend triton must have a CUDA device"),
+        (("--backend", "cuda"), 2, "unknown backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+        (("--device", "tpu"), 2, "unknown device 'tpu'"),
+        (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
+        (("--retention", "half"), 2, "retention must be a number, got 'half'"),
+        (("--context", "99"), 2, "context must be at least 261"),
+        (("--sweep", "batch"), 2, "unknown sweep 'batch'; expected one of ('retention',)"),
+        (("--sweep", "retention", "--retention", "0.5"), 2, "retention must not be given with --sweep"),
+        (("--compile-only", "--arch", "sm_70"), 2, "unknown arch 'sm_70'; did you mean 'sm_90'? expected one of ("),
+        (("--arch", "sm_90"), 2, "arch must come with --compile-only"),
+        (("--compile-only", "--sweep", "retention"), 2, "compile-only times nothing"),
+        (("--plot", "x.pdf"), 2, "plot must end in one of ('.png', '.svg'), got x.pdf"),
+        (("--plot", "x.png", "--op", "pack"), 2, "op must include fast for --plot"),
+        (("-o", "x.csv"), 2, "output must end in one of ('.json',), got x.csv"),
+        (("-o", "/no/such/folder/x.json"), 1, "cannot be written: No such file or directory"),
+        (("--context", "1000000000"), 4, "the benchmark must fit"),
+    ],
+)
 def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
     got, stdout, stderr = kernels(*arguments)
     assert (got, stdout) == (code, "")

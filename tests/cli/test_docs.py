@@ -152,15 +152,18 @@ def test_the_committed_film_of_the_player_loads_nothing_and_is_small():
     assert len(text) < 300_000
 
 
-@pytest.mark.parametrize(("text", "wrong"), [
-    ("```\n$ sfi generate --trace run --audit 16  # --gone\n```", 0),
-    ("```\nsfi bench --context 4K \\\n    --gone 3\n```", 1),
-    ("Type `sfi trace show run --gone`.", 1),
-    ("Type `sfi tracing run`.", 1),
-    ("Set `--set span=4`, `--set spam=4` or `--search stride`.", 1),
-    ("`sfi_core/engine/run.py: Run.begin_decode` and `run.py: Run.gone`, `gone.py: Run`", 2),
-    ("`sfi eval --set span=4` has no effect, nor has `--no-such-thing`.", 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("```\n$ sfi generate --trace run --audit 16  # --gone\n```", 0),
+        ("```\nsfi bench --context 4K \\\n    --gone 3\n```", 1),
+        ("Type `sfi trace show run --gone`.", 1),
+        ("Type `sfi tracing run`.", 1),
+        ("Set `--set span=4`, `--set spam=4` or `--search stride`.", 1),
+        ("`sfi_core/engine/run.py: Run.begin_decode` and `run.py: Run.gone`, `gone.py: Run`", 2),
+        ("`sfi eval --set span=4` has no effect, nor has `--no-such-thing`.", 2),
+    ],
+)
 def test_what_is_not_there_is_found(text: str, wrong: int):
     assert len(mistakes(text)) == wrong
 

@@ -119,13 +119,16 @@ def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
     assert [row["failed"] for row in document["rows"]] == [0] * 5
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--samples", "3"], "resume must keep the folder's samples 2, got 3"),
-    (["--share", "0.1"], r"resume must keep the folder's share 0\.2,0\.5, got 0\.1"),
-    (["--model", "other"], "resume must keep the folder's model None, got other"),
-    (["--method", "sfi"], "resume must keep the folder's method full-kv,wide=.*, got sfi"),
-    (["--fidelity", "a.txt"], "resume must keep the folder's fidelity None, got a.txt"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--samples", "3"], "resume must keep the folder's samples 2, got 3"),
+        (["--share", "0.1"], r"resume must keep the folder's share 0\.2,0\.5, got 0\.1"),
+        (["--model", "other"], "resume must keep the folder's model None, got other"),
+        (["--method", "sfi"], "resume must keep the folder's method full-kv,wide=.*, got sfi"),
+        (["--fidelity", "a.txt"], "resume must keep the folder's fidelity None, got a.txt"),
+    ],
+)
 def test_resume_refuses_another_request(whole, arguments, message):
     with pytest.raises(ConfigError, match=message):
         call("-o", whole[0], "--resume", *arguments)
@@ -149,17 +152,20 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
         call(*SMALL, "-o", whole[0])
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--method", "sfl"], r"unknown policy 'sfl'; did you mean 'sfi'\? expected one of"),
-    (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
-    (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
-    (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
-    (["--set", "eval.windows=0"], "eval.windows must be at least 1, got 0"),
-    (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
-    (["--resume"], "resume must come with --output DIR, got none"),
-    (["--plot", "a.png", "--fidelity", "a.txt"], "plot shows scores and must come with --task"),
-    (["--plot", "a.pdf"], r"plot must end in one of \('.png', '.svg'\), got a.pdf"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "sfl"], r"unknown policy 'sfl'; did you mean 'sfi'\? expected one of"),
+        (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
+        (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
+        (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
+        (["--set", "eval.windows=0"], "eval.windows must be at least 1, got 0"),
+        (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
+        (["--resume"], "resume must come with --output DIR, got none"),
+        (["--plot", "a.png", "--fidelity", "a.txt"], "plot shows scores and must come with --task"),
+        (["--plot", "a.pdf"], r"plot must end in one of \('.png', '.svg'\), got a.pdf"),
+    ],
+)
 def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(core_model, "load", None)
@@ -168,12 +174,15 @@ def test_mistakes_show_before_the_model_loads(arguments, message, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
-    (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
-    (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
-    (["--resume"], "results folder .*/results must hold an evaluation, got none to go on with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--length", "128,20000"], "length must be at most the model's 16384 positions, got 20000"),
+        (["--length", "128", "--fidelity", "{tmp}/none.txt"], r"none\.txt cannot be read: No such file"),
+        (["--length", "900", "--fidelity", "{tmp}/text.txt"], "text must have at least .* tokens"),
+        (["--resume"], "results folder .*/results must hold an evaluation, got none to go on with"),
+    ],
+)
 def test_what_cannot_be_read_leaves_no_folder(arguments, message, tmp_path):
     (tmp_path / "text.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)
     filled = [word.replace("{tmp}", str(tmp_path)) for word in arguments]
@@ -295,11 +304,14 @@ def test_a_task_runs_on_the_bundled_model_and_its_results_say_what_was_read(fold
 
 
 @needs_it
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["--model", "sfi", "--tasks", "tiny_choise"], "lm-eval: Tasks not found: tiny_choise"),
-    (["--model", "sfy", "--tasks", "tiny_choice"], "lm-eval: .*sfy"),
-    (["--model", "sfi", "--model_args", "bugdet=3", "--tasks", "tiny_choice"], "bugdet"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "sfi", "--tasks", "tiny_choise"], "lm-eval: Tasks not found: tiny_choise"),
+        (["--model", "sfy", "--tasks", "tiny_choice"], "lm-eval: .*sfy"),
+        (["--model", "sfi", "--model_args", "bugdet=3", "--tasks", "tiny_choice"], "bugdet"),
+    ],
+)
 def test_a_mistake_is_one_line(folder, arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
         harness(*arguments, "--include_path", folder)
@@ -318,16 +330,19 @@ def test_without_lm_eval_the_line_says_how_to_install_it(monkeypatch):
         harness("--model", "sfi")
 
 
-@pytest.mark.parametrize(("words", "wanted"), [
-    (["--tasks", "x"], ["run", "--model", "sfi", "--tasks", "x"]),
-    (["run", "-t", "x"], ["run", "--model", "sfi", "-t", "x"]),
-    *(
-        (words, words)
-        for words in (
-            [], ["run"], ["ls", "tasks"], ["validate", "--tasks", "x"], ["run", "-h"], ["run", "--model=hf"],
-            ["-M", "hf", "-t", "x"], ["run", "--config", "file.yaml"],
-        )
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--tasks", "x"], ["run", "--model", "sfi", "--tasks", "x"]),
+        (["run", "-t", "x"], ["run", "--model", "sfi", "-t", "x"]),
+        *(
+            (words, words)
+            for words in (
+                [], ["run"], ["ls", "tasks"], ["validate", "--tasks", "x"], ["run", "-h"], ["run", "--model=hf"],
+                ["-M", "hf", "-t", "x"], ["run", "--config", "file.yaml"],
+            )
+        ),
+    ],
+)  # fmt: skip
 def test_a_run_is_of_our_model_unless_it_names_one(words, wanted):
     assert lm_eval_run.with_model(words) == wanted

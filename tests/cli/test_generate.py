@@ -175,27 +175,30 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
     assert (config["recent_mode"], config["trigger_delay"]) == ("sliding", 0)
 
 
-@pytest.mark.parametrize(("arguments", "code", "words"), [
-    (("--budget", "0"), 2, "budget must be positive, got 0"),
-    (("--policy", "sfl"), 2, "unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
-    (("--preset", "papers"), 2, "unknown preset 'papers'; did you mean 'paper'? expected one of ('default', "),
-    (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
-    (("--trigger", "qqqq"), 2, "qqqq"),
-    (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
-    (("--kv-device-budget", "0%"), 2, "kv_device_budget must be a share such as 20% or a size"),
-    (("--kv-device-budget", "20%", "--policy", "full-kv"), 2,
-     "policy full-kv cannot run under kv_device_budget; those that can: codescan, freekv, "),
-    (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
-    (("--temperature", "-1"), 2, "sampling.temperature must be at least 0, got -1.0"),
-    (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
-    (("--prompt-file", "no-such-file"), 3, "prompt"),
-    (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),
-    (("--set", "engine.backend=triton"), 4, "Triton kernels need a CUDA device, got cpu; use the "),
-    (("--chat",), 3, "the model's tokenizer must have a chat template"),
-    (("",), 3, "prompt must not be empty, got an empty text"),
-    (("-o", "no/such/folder/x"), 1, "cannot be written: No such file or directory"),
-    (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--budget", "0"), 2, "budget must be positive, got 0"),
+        (("--policy", "sfl"), 2, "unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
+        (("--preset", "papers"), 2, "unknown preset 'papers'; did you mean 'paper'? expected one of ('default', "),
+        (("--dtype", "int8"), 2, "unknown dtype 'int8'; expected one of "),
+        (("--trigger", "qqqq"), 2, "qqqq"),
+        (("-n", "0"), 2, "max_new_tokens must be positive, got 0"),
+        (("--kv-device-budget", "0%"), 2, "kv_device_budget must be a share such as 20% or a size"),
+        (("--kv-device-budget", "20%", "--policy", "full-kv"), 2,
+         "policy full-kv cannot run under kv_device_budget; those that can: codescan, freekv, "),
+        (("--max-batch", "0"), 2, "max_batch must be positive, got 0"),
+        (("--temperature", "-1"), 2, "sampling.temperature must be at least 0, got -1.0"),
+        (("--model", "./no/such/folder"), 3, "model folder ./no/such/folder does not exist"),
+        (("--prompt-file", "no-such-file"), 3, "prompt"),
+        (("--config", "no-such.toml"), 3, "config no-such.toml cannot be read: No such file or directory"),
+        (("--set", "engine.backend=triton"), 4, "Triton kernels need a CUDA device, got cpu; use the "),
+        (("--chat",), 3, "the model's tokenizer must have a chat template"),
+        (("",), 3, "prompt must not be empty, got an empty text"),
+        (("-o", "no/such/folder/x"), 1, "cannot be written: No such file or directory"),
+        (("--device", "cuda:99"), 4, "device cuda:99 is not on this machine"),
+    ],
+)  # fmt: skip
 def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     prompt = () if {"--prompt-file", ""} & {*arguments} else (PROMPT,)
@@ -326,14 +329,17 @@ def test_the_tokens_are_full_attentions(tmp_path, sampling):
     assert error.count(" tokens a token given (") == len(drafted)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    (("--draft-max", "0", "--lossless"), "draft.max_tokens must be at least 1, got 0"),
-    (("--draft-max", "4"), "--draft-max must come with --lossless, got it alone"),
-    (("--lossless", "--policy=freekv"), "policy freekv cannot draft for a lossless run; those "),
-    (("--set=draft.adaptive=false",), "draft.adaptive must come with --lossless, got it alone"),
-    (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
-    (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--draft-max", "0", "--lossless"), "draft.max_tokens must be at least 1, got 0"),
+        (("--draft-max", "4"), "--draft-max must come with --lossless, got it alone"),
+        (("--lossless", "--policy=freekv"), "policy freekv cannot draft for a lossless run; those "),
+        (("--set=draft.adaptive=false",), "draft.adaptive must come with --lossless, got it alone"),
+        (("--lossless", "--kv-device-budget", "20%"), "lossless must be off with kv_device_budget"),
+        (("--lossless", "--audit", "4", "--trace", "run"), "lossless must be off with an audit"),
+    ],
+)
 def test_what_cannot_be_is_refused_in_one_line_before_a_model_is_loaded(options, words, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sfi_core.models.load.load", None)

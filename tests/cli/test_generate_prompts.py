@@ -177,14 +177,17 @@ def test_a_malformed_batch_names_file_and_line(tmp_path, line, words):
         assert error.endswith(f": max_new_tokens must be a positive number, got {words}\n")
 
 
-@pytest.mark.parametrize(("keys", "told"), [
-    ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'? expected one of ('prompt', "),
-    ({"temperature": -1}, "temperature must be at least 0, got -1"),
-    ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
-    ({"id": []}, "id must be a text or a number, got []"),
-    ({"id": 1}, "id must be of one line, got that of line 1"),
-    ({"messages": [{}]}, 'must hold a non-empty "prompt" or "messages", got '),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"temprature": 1}, "unknown key 'temprature'; did you mean 'temperature'? expected one of ('prompt', "),
+        ({"temperature": -1}, "temperature must be at least 0, got -1"),
+        ({"seed": 0.5}, "seed must be a whole number, got 0.5"),
+        ({"id": []}, "id must be a text or a number, got []"),
+        ({"id": 1}, "id must be of one line, got that of line 1"),
+        ({"messages": [{}]}, 'must hold a non-empty "prompt" or "messages", got '),
+    ],
+)
 def test_what_a_line_cannot_say_is_refused_by_name(tmp_path, keys, told):
     file = tmp_path / "batch.jsonl"
     file.write_text('{"prompt": "x", "id": 1}\n' + json.dumps({"prompt": "y", **keys}))

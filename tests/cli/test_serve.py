@@ -37,18 +37,21 @@ def test_another_vllm_is_named(monkeypatch: pytest.MonkeyPatch):
     assert str(refused()) == "vLLM must be >=0.32,<0.34 for sfi, got 0.28.0"
 
 
-@pytest.mark.parametrize(("words", "told"), [
-    (["--audit", "4"], "--audit needs a trace to write to; add --trace DIR"),
-    (["--set", "trace.redact_text=true"], "add --trace DIR"),
-    (["--set", "draft.max_tokens=3"], "draft.max_tokens"),
-    (["--budget", "0"], "budget must be positive"),
-    (["--", "--kv-transfer-config", "{}"], "without --kv-transfer-config"),
-    (["--", "--kv_transfer_config={}"], "without --kv-transfer-config"),
-    (["--", "--port=1"], "give --port before --"),
-    (["--max-model-len", "9"], "sfi serve has no option --max-model-len; if it is vLLM's, put it after --"),
-    (["--polcy=sfi"], "did you mean --policy?"),
-    (["--model", "smollm2"], "model must be a folder or hub id for vLLM, got the GGUF file smollm2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--audit", "4"], "--audit needs a trace to write to; add --trace DIR"),
+        (["--set", "trace.redact_text=true"], "add --trace DIR"),
+        (["--set", "draft.max_tokens=3"], "draft.max_tokens"),
+        (["--budget", "0"], "budget must be positive"),
+        (["--", "--kv-transfer-config", "{}"], "without --kv-transfer-config"),
+        (["--", "--kv_transfer_config={}"], "without --kv-transfer-config"),
+        (["--", "--port=1"], "give --port before --"),
+        (["--max-model-len", "9"], "sfi serve has no option --max-model-len; if it is vLLM's, put it after --"),
+        (["--polcy=sfi"], "did you mean --policy?"),
+        (["--model", "smollm2"], "model must be a folder or hub id for vLLM, got the GGUF file smollm2"),
+    ],
+)
 def test_refused_in_one_line(words: list[str], told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(job, "find_spec", lambda name: None)  # none of these gets as far
     error = refused(*words)

@@ -28,13 +28,16 @@ def message(*arguments: str) -> str:
     return str(result.exception)
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("t_max=32", 32), (" t_max = 32 ", 32), ("recent_mode=sliding", "sliding"),
-    ('recent_mode="sliding"', "sliding"), ('triggers=[".", "\\n"]', (".", "\n")),
-    ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)), ("dense_layers=[2, 1]", (2, 1)), ("dense_layers=[]", ()),
-    ("trigger_token_ids=none", None), ("freekv.tau=-1", -1.0), ("selector.alpha=0.7", 0.7),
-    ("baseline.page=8", 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("t_max=32", 32), (" t_max = 32 ", 32), ("recent_mode=sliding", "sliding"),
+        ('recent_mode="sliding"', "sliding"), ('triggers=[".", "\\n"]', (".", "\n")),
+        ("dense_layers=0,3,8-11", (0, 3, 8, 9, 10, 11)), ("dense_layers=[2, 1]", (2, 1)), ("dense_layers=[]", ()),
+        ("trigger_token_ids=none", None), ("freekv.tau=-1", -1.0), ("selector.alpha=0.7", 0.7),
+        ("baseline.page=8", 8),
+    ],
+)  # fmt: skip
 def test_set_reads_values_by_the_setting_s_type(text: str, value: object):
     config = given("generate", sets=[text]).config
     table, _, name = text.partition("=")[0].strip().rpartition(".")
@@ -56,26 +59,29 @@ def test_tables_around_the_config_are_set_too():
     assert found.config == SfiConfig()
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("t_max", "a setting must be NAME=VALUE, got 't_max'"),
-    ("t-max=4", "unknown setting 't-max'; did you mean t_max?"),
-    ("alpha=0.7", "unknown setting 'alpha'; did you mean selector.alpha?"),
-    ("qqq=1", "unknown setting 'qqq'; sfi config list has all"),
-    ("warm_up=1", "unknown setting 'warm_up'; "),
-    ("bench.warm_up=1", "bench.warm_up has no effect here, only on sfi bench"),
-    ("t_max=many", "t_max must be int, got 'many'"),
-    ("t_max=none", "t_max must be int, got 'none'"),
-    ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
-    ("t_max=-1", "t_max must be at least 0, got -1"),
-    ("recent_mode=x", "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
-    ("engine.overlap=yes", "engine.overlap must be true or false, got 'yes'"),
-    ("engine.backend=cuda", "unknown engine.backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
-    ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),
-    ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
-    ("triggers=.", "triggers must be a list of str, got '.'"),
-    ("baseline.page=0", "baseline.page must be at least 1, got 0"),
-    ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("t_max", "a setting must be NAME=VALUE, got 't_max'"),
+        ("t-max=4", "unknown setting 't-max'; did you mean t_max?"),
+        ("alpha=0.7", "unknown setting 'alpha'; did you mean selector.alpha?"),
+        ("qqq=1", "unknown setting 'qqq'; sfi config list has all"),
+        ("warm_up=1", "unknown setting 'warm_up'; "),
+        ("bench.warm_up=1", "bench.warm_up has no effect here, only on sfi bench"),
+        ("t_max=many", "t_max must be int, got 'many'"),
+        ("t_max=none", "t_max must be int, got 'none'"),
+        ("t_max=1\nsink=2", "t_max must be int, got '1\\nsink=2'"),
+        ("t_max=-1", "t_max must be at least 0, got -1"),
+        ("recent_mode=x", "unknown recent_mode 'x'; expected one of ('anchored', 'sliding')"),
+        ("engine.overlap=yes", "engine.overlap must be true or false, got 'yes'"),
+        ("engine.backend=cuda", "unknown engine.backend 'cuda'; expected one of ('auto', 'torch', 'triton')"),
+        ("selector.alpha=1.5", "selector.alpha must be in (0, 1], got 1.5"),
+        ("audit.layers=1-x", "audit.layers must be numbers and ranges like 0,3,8-11, got 1-x"),
+        ("triggers=.", "triggers must be a list of str, got '.'"),
+        ("baseline.page=0", "baseline.page must be at least 1, got 0"),
+        ("freekv.tau=1.5", "freekv.tau must be in [-1, 1], got 1.5"),
+    ],
+)
 def test_a_wrong_setting_is_one_line(text: str, words: str):
     with pytest.raises(ConfigError) as caught:
         given("generate", sets=[text])
@@ -147,17 +153,20 @@ def test_a_setting_and_its_option_do_not_come_together():
     assert words == "budget must be given once, got budget=... and its own option"
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    ("[engine]\noverlap = 3\n", "engine.overlap must be true or false, got 3"),
-    ("[engine]\noverlapp = true\n", "unknown setting 'engine.overlapp'; did you mean engine.overlap?"),
-    ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
-    ("engine = 3\n", "unknown setting 'engine'; "),
-    ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
-    ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
-    ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
-    ('budget = "many"\n', "budget must be int, got 'many'"),
-    ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[engine]\noverlap = 3\n", "engine.overlap must be true or false, got 3"),
+        ("[engine]\noverlapp = true\n", "unknown setting 'engine.overlapp'; did you mean engine.overlap?"),
+        ("[model]\ntrust_remote_code = true\n", "unknown setting 'model.trust_remote_code'; "),
+        ("engine = 3\n", "unknown setting 'engine'; "),
+        ("[bench]\nwarm_up = -1\n", "bench.warm_up must be at least 0, got -1"),
+        ("budgett = 3\n", "unknown setting 'budgett'; did you mean budget?"),
+        ("[selector]\nalfa = 1\n", "unknown setting 'selector.alfa'; did you mean selector.alpha"),
+        ('budget = "many"\n', "budget must be int, got 'many'"),
+        ("[baseline]\npage = 0\n", "baseline.page must be at least 1, got 0"),
+    ],
+)
 def test_a_wrong_table_names_file_and_setting(content: str, words: str, tmp_path: Path):
     file = tmp_path / "wrong.toml"
     file.write_text(content)

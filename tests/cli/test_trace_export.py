@@ -81,12 +81,15 @@ def test_a_compressed_export_that_fails_leaves_the_old_file_and_no_other(recorde
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(("arguments", "line"), [
-    ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
-    ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
-    ("csv --table step", "unknown table 'step'; did you mean 'steps'? expected one of ('prompts', "),
-    ("perfetto --table steps", "table must come with --format csv or jsonl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("xlsx", "unknown format 'xlsx'; expected one of ('perfetto', 'csv', 'jsonl')"),
+        ("csv", "csv of all tables must have a folder; add -o FOLDER or --table NAME"),
+        ("csv --table step", "unknown table 'step'; did you mean 'steps'? expected one of ('prompts', "),
+        ("perfetto --table steps", "table must come with --format csv or jsonl"),
+    ],
+)
 def test_options_that_do_not_go_together_are_refused(recorded, arguments, line):
     ended = trace("export", recorded, "--format", *arguments.split())
     assert (ended.code, ended.stdout) == (2, "")
@@ -122,11 +125,14 @@ def test_a_long_table_is_cut_and_says_so(recorded, monkeypatch):
     assert trace("sql", recorded, "SELECT step FROM steps LIMIT 3").stderr == ""
 
 
-@pytest.mark.parametrize(("arguments", "line"), [
-    (["SELECT nope FROM steps"], "query fails: Binder Error: Referenced column"),
-    (["SELECT 1", "--format=x"], "unknown format 'x'; expected one of ('table', 'csv', 'json')"),
-    (["SELECT 1 AS a, 2 AS a", "--json"], "columns must differ in name, got 'a' 2 times; use AS"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["SELECT nope FROM steps"], "query fails: Binder Error: Referenced column"),
+        (["SELECT 1", "--format=x"], "unknown format 'x'; expected one of ('table', 'csv', 'json')"),
+        (["SELECT 1 AS a, 2 AS a", "--json"], "columns must differ in name, got 'a' 2 times; use AS"),
+    ],
+)
 def test_a_query_that_fails_is_one_line(recorded, arguments, line):
     ended = trace("sql", recorded, *arguments)
     assert (ended.code, ended.stdout) == (2, "")
@@ -231,14 +237,17 @@ def test_intervals_are_replayed_without_being_asked_for(imported):
     assert "mass: not recorded." in text
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (("--refresh-every", "0"), "refresh-every must be at least 1"),
-    (("--refresh-every", "x"), "refresh-every must be whole numbers"),
-    (("--budget", "4"), "budget must come without --refresh-every"),
-    (("--against", "x"), "against needs a recorded run's memory"),
-    (("--play", "--refresh-every", "2"), "play shows the run as it was"),
-    (("--trigger", "."), "has no text of its tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--refresh-every", "0"), "refresh-every must be at least 1"),
+        (("--refresh-every", "x"), "refresh-every must be whole numbers"),
+        (("--budget", "4"), "budget must come without --refresh-every"),
+        (("--against", "x"), "against needs a recorded run's memory"),
+        (("--play", "--refresh-every", "2"), "play shows the run as it was"),
+        (("--trigger", "."), "has no text of its tokens"),
+    ],
+)
 def test_what_an_import_cannot_be_asked_is_refused(imported, arguments, words):
     ended = trace("replay", imported, *arguments)
     assert ended.code in (2, 3)

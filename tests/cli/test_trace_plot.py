@@ -35,13 +35,16 @@ def test_kinds_go_to_a_folder_in_the_format_asked_for(trace, tmp_path):
     assert "Weight of the prior" in (tmp_path / "new" / "figures" / "run-lambda.svg").read_text()
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"kind": ["heat"]}, r"unknown kind 'heat'; did you mean 'heatmap'\? expected one of \('heatmap', 'lag', "),
-    ({"form": "pdf"}, r"unknown format 'pdf'; expected one of \('png', 'svg'\)"),
-    ({"request": 1}, r"request must be one of \[0\], got 1"),
-    ({"layer": 5}, "layer must be one of 0 to 1, got 5"),
-    ({"head": 2}, "head must be one of 0 to 1, got 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": ["heat"]}, r"unknown kind 'heat'; did you mean 'heatmap'\? expected one of \('heatmap', 'lag', "),
+        ({"form": "pdf"}, r"unknown format 'pdf'; expected one of \('png', 'svg'\)"),
+        ({"request": 1}, r"request must be one of \[0\], got 1"),
+        ({"layer": 5}, "layer must be one of 0 to 1, got 5"),
+        ({"head": 2}, "head must be one of 0 to 1, got 2"),
+    ],
+)
 def test_what_cannot_be_is_refused_before_anything_is_written(trace, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         plot(trace, **options)

@@ -91,11 +91,14 @@ def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ("generate x --audit 1", "--audit needs a trace to write to; add --trace DIR"),
-    ("generate x --set audit.top=8", "audit.top must come with --audit N, got it alone"),
-    ("trace record x -o T --audit 0", "audit.every must be positive, got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("generate x --audit 1", "--audit needs a trace to write to; add --trace DIR"),
+        ("generate x --set audit.top=8", "audit.top must come with --audit N, got it alone"),
+        ("trace record x -o T --audit 0", "audit.every must be positive, got 0"),
+    ],
+)
 def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert inside(*arguments.split()) == (2, "", f"error: {message}\n")

@@ -105,20 +105,23 @@ def test_a_prediction_beside_another_run(full, real):
     assert f"{measured:.3f}" in next(line for line in text.splitlines() if "measured  " in line)
 
 
-@pytest.mark.parametrize(("arguments", "kind", "message"), [
-    (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
-    (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
-    (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
-    (["--set=stride=4"], ConfigError, "must come with --trigger-policy stride, got boundary"),
-    (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
-    (["--set=trigger_seed=1"], ConfigError, "must come with --trigger-policy random"),
-    (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-    (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
-    (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
-    (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
-    (["--play", "-o", "x"], ConfigError, "must come without other settings"),
-    (["--play"], ConfigError, "play must be in a terminal; sfi trace show --step N prints a step"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
+        (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
+        (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
+        (["--set=stride=4"], ConfigError, "must come with --trigger-policy stride, got boundary"),
+        (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),
+        (["--set=trigger_seed=1"], ConfigError, "must come with --trigger-policy random"),
+        (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
+        (["--request", "7"], ConfigError, "request must be one of 0 to 1, got 7"),
+        (["--against", "x", "--t-max", "3"], ConfigError, "must come without others"),
+        (["--play", "--budget", "3"], ConfigError, "must come without other settings"),
+        (["--play", "-o", "x"], ConfigError, "must come without other settings"),
+        (["--play"], ConfigError, "play must be in a terminal; sfi trace show --step N prints a step"),
+    ],
+)
 def test_bad_options_are_refused(full, arguments, kind, message):
     error = refused(full, *arguments)
     assert isinstance(error, kind)

@@ -86,14 +86,17 @@ def test_a_trace_of_codescan_is_searched_for_codescan_s_budget(folder):
     assert "t_max" in str(refused(trace, "--t-max", "4,8", "-o", "y.toml"))
 
 
-@pytest.mark.parametrize(("arguments", "kind", "message"), [
-    (["--budget", "25"], TraceError, "record with --set audit.top=25"),
-    (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
-    (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
-    (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
-    (["--min-retained", "0.999", "--trials", "5"], SfiError, "got none in 5: the closest keeps"),
-    (["--confirm", "1"], TraceError, "must be of the model that --model names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        (["--budget", "25"], TraceError, "record with --set audit.top=25"),
+        (["--trigger-set", "a=.", "--trigger-set", "a=!"], ConfigError, "got 'a' twice"),
+        (["-o", "none/x.toml"], SfiError, "cannot be written: No such file"),
+        (["--plot", "x.pdf"], ConfigError, "plot must end in one of"),
+        (["--min-retained", "0.999", "--trials", "5"], SfiError, "got none in 5: the closest keeps"),
+        (["--confirm", "1"], TraceError, "must be of the model that --model names"),
+    ],
+)
 def test_bad_options_are_refused_in_one_line(full, folder, arguments, kind, message):
     before = set(folder.iterdir())
     error = refused(full, *arguments)

@@ -175,15 +175,18 @@ def test_logits_of_every_size_come_out_right(backend: str):
     step.assert_plain()
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[B=2, H=2, S, D=16\]"),
-    ("packed_value_BHSE", lambda t: t[:, :, :3], "packed_value must be"),
-    ("packed_length_BH", lambda t: t.long(), "packed_length must be int32, got torch.int64"),
-    ("key_PHND", lambda t: t.half(), "key must have the dtype of query, .*32, got .*16"),
-    ("value_PHNE", lambda t: t.mT, "value must be"),
-    ("block_table_BP", lambda t: t[:1], r"block_table must be \[B=2, P\]"),
-    ("query_BHGWD", lambda t: t[:1], r"query must be \[B=2, H, G, W, D\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[B=2, H=2, S, D=16\]"),
+        ("packed_value_BHSE", lambda t: t[:, :, :3], "packed_value must be"),
+        ("packed_length_BH", lambda t: t.long(), "packed_length must be int32, got torch.int64"),
+        ("key_PHND", lambda t: t.half(), "key must have the dtype of query, .*32, got .*16"),
+        ("value_PHNE", lambda t: t.mT, "value must be"),
+        ("block_table_BP", lambda t: t[:1], r"block_table must be \[B=2, P\]"),
+        ("query_BHGWD", lambda t: t[:1], r"query must be \[B=2, H, G, W, D\]"),
+    ],
+)
 def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change, message: str):
     step = Step(backend, [65, 130], [FAST, SLOW])
     operands = step.operands()
@@ -192,11 +195,14 @@ def test_an_operand_that_does_not_fit_is_named(backend: str, name: str, change, 
         decode_attention.on(backend)(**operands, descriptor=step.descriptor(), scale=SCALE)
 
 
-@pytest.mark.parametrize(("shape", "message"), [
-    ({"D": 257, "E": 16}, "head dimension must be at most 256 .*, got 257; use the torch backend"),
-    ({"E": 300}, "head dimension must be at most 256 .*, got 300; use the torch backend"),
-    ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"D": 257, "E": 16}, "head dimension must be at most 256 .*, got 257; use the torch backend"),
+        ({"E": 300}, "head dimension must be at most 256 .*, got 300; use the torch backend"),
+        ({"page_size": 40}, "page size must be a multiple of 16 .*, got 40; use the torch backend"),
+    ],
+)
 def test_what_the_kernels_cannot_take_is_refused_with_the_limit(shape: dict[str, int], message: str):
     step = Step("torch", [65], [FAST], **shape)
     with pytest.raises(KernelLimitError, match=message):

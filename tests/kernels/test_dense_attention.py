@@ -63,10 +63,13 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.parametrize(("page_size", "W", "dtype"), [
-    (16, 1, torch.float32), (64, 2, torch.float16), (1000, 9, torch.float32),
-    (64, 9, torch.bfloat16), (16, 9, torch.float16), (1000, 1, torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("page_size", "W", "dtype"),
+    [
+        (16, 1, torch.float32), (64, 2, torch.float16), (1000, 9, torch.float32),
+        (64, 9, torch.bfloat16), (16, 9, torch.float16), (1000, 1, torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_queries_attend_causally_to_their_own_request(page_size: int, W: int, dtype: torch.dtype):
     """And a logit is the scaled product; later keys have none (Eq. 4)."""
     history = History(page_size, W, dtype=dtype)

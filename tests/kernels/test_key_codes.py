@@ -161,11 +161,14 @@ def test_a_basis_may_be_laid_out_channel_by_channel(backend: str):
     assert torch.equal(encode(backend, key, turned), encode(backend, key, basis))
 
 
-@pytest.mark.parametrize(("name", "change", "message"), [
-    ("mean_HD", lambda x: x[:1], r"^mean must be \[H=2, D=8\], got \[1, 8\]$"),
-    ("encode_HDC", lambda x: x[..., :15], r"^encode must be \[H=2, D=8, C=16\], got \[2, 8, 15\]$"),
-    ("query_HDC", lambda x: x[:, :7], r"^query must be \[H=2, D=8, C=16\], got \[2, 7, 16\]$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mean_HD", lambda x: x[:1], r"^mean must be \[H=2, D=8\], got \[1, 8\]$"),
+        ("encode_HDC", lambda x: x[..., :15], r"^encode must be \[H=2, D=8, C=16\], got \[2, 8, 15\]$"),
+        ("query_HDC", lambda x: x[:, :7], r"^query must be \[H=2, D=8, C=16\], got \[2, 7, 16\]$"),
+    ],
+)
 def test_a_basis_that_does_not_fit_is_named(backend: str, name, change, message: str):
     basis = draw_basis(2, 8)
     basis = basis._replace(**{name: change(getattr(basis, name))})

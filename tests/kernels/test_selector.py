@@ -95,10 +95,13 @@ def test_selector_equals_the_paper_in_slow_loops(allowed, changes):
         torch.testing.assert_close(weight[b], torch.tensor(weights), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [
-    {"span": 2}, {"alpha": 0.2, "gamma": 4.0, "radius": 40}, {"alpha": 1.0, "lambda_clip": 1.0, "temperature": 0.1},
-    {"alpha_cross": 0.0, "radius": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"span": 2}, {"alpha": 0.2, "gamma": 4.0, "radius": 40}, {"alpha": 1.0, "lambda_clip": 1.0, "temperature": 0.1},
+        {"alpha_cross": 0.0, "radius": 0},
+    ],
+)  # fmt: skip
 def test_compiled_loops_score_an_interval_as_float64_does(changes):
     """Beside a query that sees nothing, one that sees a part, and a key of norm 0; with all diagnostics."""
     pytest.importorskip("numba")
@@ -186,15 +189,18 @@ def test_a_cache_of_one_token_works(inside):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
-    ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
-    ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
-    ({"span": -1}, "^span must be at least 0, got -1$"),
-    ({"radius": -1}, "^radius must be at least 0, got -1$"),
-    ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
-    ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha": 0.0}, r"^alpha must be in \(0, 1\], got 0.0$"),
+        ({"lambda_clip": 1.5}, r"^lambda_clip must be in \[0, 1\], got 1.5$"),
+        ({"temperature": 0.0}, "^temperature must be positive, got 0.0$"),
+        ({"span": -1}, "^span must be at least 0, got -1$"),
+        ({"radius": -1}, "^radius must be at least 0, got -1$"),
+        ({"interval": (4, 51)}, r"^interval must hold positions in \[0, 50\), got \(4, 51\)$"),
+        ({"interval": (4, 4)}, r"^interval must hold positions in \[0, 50\), got \(4, 4\)$"),
+    ],
+)
 def test_an_argument_out_of_range_is_named(backend, allowed, changes, message):
     logits, norm = torch.randn(B, H, G, W, T), torch.rand(B, H, T)
     with pytest.raises(ValueError, match=message):

@@ -303,12 +303,15 @@ def test_the_queries_of_a_request_that_decodes_are_its_new_tokens():
     assert describe_step([RAGGED[1], prompt], 0, CPU).queries == 1
 
 
-@pytest.mark.parametrize("changes", [
-    {"mode": FAST, "count": 2},
-    {"mode": SLOW, "count": 2, "mixed": True},
-    {"mode": SLOW, "count": 131},
-    {"mode": SLOW, "count": 0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mode": FAST, "count": 2},
+        {"mode": SLOW, "count": 2, "mixed": True},
+        {"mode": SLOW, "count": 131},
+        {"mode": SLOW, "count": 0},
+    ],
+)
 def test_only_a_slow_request_that_is_not_mixed_has_several_queries(changes: dict[str, int]):
     rule = "^count must be at most its length in a slow request, and 1 in a fast or mixed one, got"
     with pytest.raises(ValueError, match=rf"{rule} {changes['count']} of 130 cached tokens$"):

@@ -161,14 +161,17 @@ def test_the_slow_steps_are_those_of_the_settings(tmp_path, settings):
     assert not checked(change_manifest(folder, config=CONFIG | other))["sound"]
 
 
-@pytest.mark.parametrize(("step", "change", "line"), [
-    (4, {"slow": False, "reason": ""}, "must be slow (trigger), got fast"),
-    (6, {"slow": True, "reason": "t_max"}, "must be fast, got slow (t_max)"),
-    (4, {"reason": "t_max"}, "must be slow (trigger), got slow (t_max)"),
-    (0, {"slow": False, "reason": ""}, "must be slow (first), got fast"),
-    (10, {"trigger": False}, "trigger must be True, got False"),
-    (11, {"sentence": 2}, "sentence must be 3, got 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "change", "line"),
+    [
+        (4, {"slow": False, "reason": ""}, "must be slow (trigger), got fast"),
+        (6, {"slow": True, "reason": "t_max"}, "must be fast, got slow (t_max)"),
+        (4, {"reason": "t_max"}, "must be slow (trigger), got slow (t_max)"),
+        (0, {"slow": False, "reason": ""}, "must be slow (first), got fast"),
+        (10, {"trigger": False}, "trigger must be True, got False"),
+        (11, {"sentence": 2}, "sentence must be 3, got 2"),
+    ],
+)
 def test_one_wrong_step_is_one_line(tmp_path, step, change, line):
     """T_max is far, so that what comes after stays right."""
     rows = run_of(TOKENS, t_max=64)
@@ -275,19 +278,22 @@ def test_a_column_that_an_older_trace_lacks_is_null_and_a_newer_one_is_left_out(
     assert trace.connect().execute("SELECT count(audited), count(*) FROM steps").fetchone() == (0, 12)
 
 
-@pytest.mark.parametrize("statement", [
-    "COPY steps TO '{other}'",
-    "COPY (SELECT 1) TO '{part}' (FORMAT csv, USE_TMP_FILE false)",
-    "SELECT * FROM read_text('{manifest}')",
-    "SELECT * FROM '{part}'",
-    "SELECT * FROM glob('{part}')",
-    "ATTACH '{other}'",
-    "EXPORT DATABASE '{other}'",
-    "SET enable_external_access = true",
-    "SET memory_limit = '1GB'",
-    "INSERT INTO steps (step) VALUES (1)",
-    "DELETE FROM steps",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "COPY steps TO '{other}'",
+        "COPY (SELECT 1) TO '{part}' (FORMAT csv, USE_TMP_FILE false)",
+        "SELECT * FROM read_text('{manifest}')",
+        "SELECT * FROM '{part}'",
+        "SELECT * FROM glob('{part}')",
+        "ATTACH '{other}'",
+        "EXPORT DATABASE '{other}'",
+        "SET enable_external_access = true",
+        "SET memory_limit = '1GB'",
+        "INSERT INTO steps (step) VALUES (1)",
+        "DELETE FROM steps",
+    ],
+)
 def test_a_connection_reads_the_tables_and_touches_no_file(short, tmp_path, statement):
     part, other = short / "steps" / "part-00000.parquet", tmp_path / "other"
     before = part.read_bytes()
@@ -323,14 +329,17 @@ def test_a_query_sees_the_tables_by_name(trace):
     assert ("positions", "INTEGER[]") in [row[:2] for row in described]
 
 
-@pytest.mark.parametrize(("sql", "words"), [
-    ("SELECT nope FROM steps", 'query fails: Binder Error: Referenced column "nope" not found'),
-    ("SELEC 1", 'query fails: Parser Error: syntax error at or near "SELEC"'),
-    ("SELECT CAST(token_text AS INT) FROM steps", "query fails: Conversion Error"),
-    ("", "query must be a statement of SQL, got an empty one"),
-    ("-- nothing", "query must be a statement of SQL, got an empty one"),
-    ("COPY steps TO 'x.csv'", "query fails: Permission Error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sql", "words"),
+    [
+        ("SELECT nope FROM steps", 'query fails: Binder Error: Referenced column "nope" not found'),
+        ("SELEC 1", 'query fails: Parser Error: syntax error at or near "SELEC"'),
+        ("SELECT CAST(token_text AS INT) FROM steps", "query fails: Conversion Error"),
+        ("", "query must be a statement of SQL, got an empty one"),
+        ("-- nothing", "query must be a statement of SQL, got an empty one"),
+        ("COPY steps TO 'x.csv'", "query fails: Permission Error"),
+    ],
+)
 def test_a_query_that_fails_is_one_line_of_duckdbs(trace, sql, words):
     with pytest.raises(ConfigError) as caught:
         found(trace, sql)

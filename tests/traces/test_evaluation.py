@@ -93,15 +93,18 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
             write()
 
 
-@pytest.mark.parametrize(("line", "fault"), [
-    (b"{]", "not valid JSON"),
-    (b"\x00" * 30, "not valid JSON"),
-    (b"\xff\xfe", "not valid JSON"),
-    (b"7", "no row of samples"),
-    (json.dumps(row(score=1.5)).encode(), r"score must be in \[0, 1\], got 1.5"),
-    (json.dumps(row(seed="x")).encode(), "seed must be int, got 'x'"),
-    (b'{"method": "sfi"}', "size is missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        (b"{]", "not valid JSON"),
+        (b"\x00" * 30, "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"7", "no row of samples"),
+        (json.dumps(row(score=1.5)).encode(), r"score must be in \[0, 1\], got 1.5"),
+        (json.dumps(row(seed="x")).encode(), "seed must be int, got 'x'"),
+        (b'{"method": "sfi"}', "size is missing"),
+    ],
+)
 def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fault):
     results = opened(tmp_path / "results", [row()])
     with (results.path / "samples.jsonl").open("ab") as file:
@@ -118,11 +121,14 @@ def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fau
     assert ([one["seed"] for one in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ('{"kind": "evaluation",\n"a" 1}', r"manifest\.json, line 2: not valid JSON; evaluate again"),
-    ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
-    ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"kind": "evaluation",\n"a" 1}', r"manifest\.json, line 2: not valid JSON; evaluate again"),
+        ('{"kind": "evaluation"}', "has schema None, this sfi reads 1; evaluate again"),
+        ('{"kind": "evaluation", "schema_version": 1}', "must have 'asked', got none"),
+    ],
+)
 def test_a_damaged_manifest_is_one_line(tmp_path, text, message):
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(InputError, match=message) as caught:

@@ -296,11 +296,14 @@ def test_a_sound_run_trips_no_rule_of_the_selection(tmp_path):
     assert not [name for name in found if name.startswith(("selection", "evidence", "sink"))]
 
 
-@pytest.mark.parametrize(("change", "names"), [
-    (zero_scores, {"selection_same", "selection_frozen"}),
-    (zero_logits, {"evidence_flat"}),
-    (broken_logits, {"evidence_broken"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (zero_scores, {"selection_same", "selection_frozen"}),
+        (zero_logits, {"evidence_flat"}),
+        (broken_logits, {"evidence_broken"}),
+    ],
+)
 def test_a_broken_selector_is_told(change, names, monkeypatch, tmp_path):
     break_selector(monkeypatch, change)
     found = run(tmp_path / "run")

@@ -129,30 +129,33 @@ def changed(at: tuple[int, ...], value: int) -> np.ndarray:
 TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"positions": changed((3, 1, 0), 23)}, r"positions\[3, 1\].*below 23, the step's positions, got 23"),
-    ({"positions": changed((3, 1, 0), -2)}, r"positions\[3, 1\].*or -1 for padding, got -2"),
-    ({"positions": TWICE}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
-    ({"positions": changed((3, 1, 0), 1)[:, 0]}, "3 or 4 dimensions, got shape"),
-    ({"positions": np.zeros((STEPS, LAYERS, K))}, "must be whole numbers, got float64"),
-    ({"positions": None}, "must have positions, blocks or attention.PASS.LAYER, got neither"),
-    ({"block_size": 4}, "block_size .* must come with blocks"),
-    ({"token_ids": np.arange(5)}, "token_ids .* must be 12, one for each step, got 5"),
-    ({"token_ids": None}, "must have token_ids, got none"),
-    ({"prompt_token_ids": None}, "must have prompt_token_ids or prompt_tokens, got neither"),
-    ({"prompt_tokens": 4}, "prompt_tokens .* must be 20"),
-    ({"sfi_import_version": 2}, "has sfi_import_version 2, this sfi reads 1"),
-    ({"sfi_import_version": None}, "must have sfi_import_version, got none"),
-    ({"sfi_import_version": np.zeros(0)}, r"has sfi_import_version \[\], this sfi reads 1"),
-    ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
-    ({"layers": np.array([0, 1])}, "layers .* must be 3"),
-    ({"layers": np.array([2, 1, 0])}, "must ascend"),
-    ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
-    ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
-    ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
-    ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
-    ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"positions": changed((3, 1, 0), 23)}, r"positions\[3, 1\].*below 23, the step's positions, got 23"),
+        ({"positions": changed((3, 1, 0), -2)}, r"positions\[3, 1\].*or -1 for padding, got -2"),
+        ({"positions": TWICE}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
+        ({"positions": changed((3, 1, 0), 1)[:, 0]}, "3 or 4 dimensions, got shape"),
+        ({"positions": np.zeros((STEPS, LAYERS, K))}, "must be whole numbers, got float64"),
+        ({"positions": None}, "must have positions, blocks or attention.PASS.LAYER, got neither"),
+        ({"block_size": 4}, "block_size .* must come with blocks"),
+        ({"token_ids": np.arange(5)}, "token_ids .* must be 12, one for each step, got 5"),
+        ({"token_ids": None}, "must have token_ids, got none"),
+        ({"prompt_token_ids": None}, "must have prompt_token_ids or prompt_tokens, got neither"),
+        ({"prompt_tokens": 4}, "prompt_tokens .* must be 20"),
+        ({"sfi_import_version": 2}, "has sfi_import_version 2, this sfi reads 1"),
+        ({"sfi_import_version": None}, "must have sfi_import_version, got none"),
+        ({"sfi_import_version": np.zeros(0)}, r"has sfi_import_version \[\], this sfi reads 1"),
+        ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
+        ({"layers": np.array([0, 1])}, "layers .* must be 3"),
+        ({"layers": np.array([2, 1, 0])}, "must ascend"),
+        ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
+        ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
+        ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
+        ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
+        ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
+    ],
+)
 def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, changes, words):
     path = write_npz(tmp_path / "a.npz", **changes)
     with pytest.raises(InputError, match=words) as caught:

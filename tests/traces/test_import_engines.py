@@ -151,13 +151,16 @@ def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
     assert [row["positions"] for row in one] == [row["positions"] for row in other]
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"token_ids": torch.arange(NEW + 1)}, f"must reach the {NEW + 1} steps of token_ids, got {NEW}"),
-    ({"token_ids": torch.arange(NEW - 1)}, f"must end with the {NEW - 1} steps of token_ids"),
-    ({"attentions": None}, "must have step 3, the query at position 42, got pass 3 at 43"),
-    ({"kv_heads": 3}, "kv-heads must divide the 4 query heads, got 3"),
-    ({"positions": torch.zeros(1)}, "unknown array 'positions'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"token_ids": torch.arange(NEW + 1)}, f"must reach the {NEW + 1} steps of token_ids, got {NEW}"),
+        ({"token_ids": torch.arange(NEW - 1)}, f"must end with the {NEW - 1} steps of token_ids"),
+        ({"attentions": None}, "must have step 3, the query at position 42, got pass 3 at 43"),
+        ({"kv_heads": 3}, "kv-heads must divide the 4 query heads, got 3"),
+        ({"positions": torch.zeros(1)}, "unknown array 'positions'"),
+    ],
+)
 def test_attention_that_disagrees_with_its_tokens_is_refused(tmp_path, changes, words):
     if "attentions" in changes:  # a pass is missing
         _, passes, _ = attended()

@@ -90,12 +90,15 @@ def figures():
     return figures
 
 
-@pytest.mark.parametrize(("read", "section", "kept", "words"), [
-    (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
-    (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
-    (lambda one: compare_heads([one]), "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
-    ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("read", "section", "kept", "words"),
+    [
+        (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
+        (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
+        (lambda one: compare_heads([one]), "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
+        ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
+    ],
+)
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, kept, words):
     folder = make_trace(tmp_path / "run", steps=12)
     rewrite(folder, "supports", lambda found: [*filter(kept, found)])

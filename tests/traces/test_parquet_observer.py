@@ -195,14 +195,17 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
         assert not any(digest.encode() in path.read_bytes() for digest in hashes)
 
 
-@pytest.mark.parametrize(("budget", "window", "dense", "asked", "recorded"), [
-    (16384, None, [], None, True),
-    (16385, None, [], None, False),
-    (16385, 64, [], None, True),  # a sliding layer selects nothing
-    (16385, None, [1], None, True),  # nor does one left dense
-    (16385, None, [], True, True),
-    (8, None, [], False, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "window", "dense", "asked", "recorded"),
+    [
+        (16384, None, [], None, True),
+        (16385, None, [], None, False),
+        (16385, 64, [], None, True),  # a sliding layer selects nothing
+        (16385, None, [1], None, True),  # nor does one left dense
+        (16385, None, [], True, True),
+        (8, None, [], False, False),
+    ],
+)
 def test_positions_are_recorded_while_they_are_few(tmp_path, budget, window, dense, asked, recorded):
     layers = [dict(MODEL["layers"][0]), MODEL["layers"][1] | {"window": window}]
     event = run_event(1, model=MODEL | {"layers": layers}, config=CONFIG | {"budget": budget, "dense_layers": dense})

@@ -235,12 +235,15 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     assert found.same_schedule
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"policy": "full-kv"}, "must be of --policy sfi or codescan, got full-kv"),
-    ({"model": {**MODEL, "query_heads": 8}}, "of one model, got another query_heads in"),
-    ({"prompts": [{"request": 0, "tokens": 200, "sha256": "1" * 64}]}, "for request 0 in"),
-    ({"redacted": True}, "is redacted; it can be compared with itself only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": "full-kv"}, "must be of --policy sfi or codescan, got full-kv"),
+        ({"model": {**MODEL, "query_heads": 8}}, "of one model, got another query_heads in"),
+        ({"prompts": [{"request": 0, "tokens": 200, "sha256": "1" * 64}]}, "for request 0 in"),
+        ({"redacted": True}, "is redacted; it can be compared with itself only"),
+    ],
+)
 def test_runs_that_cannot_be_compared_are_refused(tmp_path, changes, message):
     full = Trace.open(make_trace(tmp_path / "full"))
     real = Trace.open(make_trace(tmp_path / "real", **{"policy": "sfi", **changes}))

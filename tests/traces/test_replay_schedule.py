@@ -57,13 +57,16 @@ def test_boundaries_and_t_max_follow_eq_5(supports, seed):
     assert slow_at(changed, rules) == expected(tokens, rules.config)
 
 
-@pytest.mark.parametrize(("rules", "steps"), [
-    ({"trigger_policy": "never"}, [0]),
-    ({"trigger_policy": "always"}, list(range(STEPS))),
-    ({"t_max": 0}, list(range(STEPS))),
-    ({"trigger_policy": "stride", "stride": 25}, [0, 25, 50]),
-    ({"trigger_policy": "t-max", "t_max": 24}, [0, 25, 50]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rules", "steps"),
+    [
+        ({"trigger_policy": "never"}, [0]),
+        ({"trigger_policy": "always"}, list(range(STEPS))),
+        ({"t_max": 0}, list(range(STEPS))),
+        ({"trigger_policy": "stride", "stride": 25}, [0, 25, 50]),
+        ({"trigger_policy": "t-max", "t_max": 24}, [0, 25, 50]),
+    ],
+)
 def test_policies_without_boundaries(supports, rules, steps):
     assert list(slow_at(supports, setting(**rules))) == steps
 

@@ -50,14 +50,17 @@ def test_the_command_line_s_copy_of_the_dimensions_is_the_tuner_s(base, recorded
     assert tuple(space(base, recorded).axes) == (POLICY, "triggers", *SEARCHED)
 
 
-@pytest.mark.parametrize(("name", "text", "values", "is_range"), [
-    ("t_max", "8,16, 32,8", (8, 16, 32), False),
-    ("t_max", "8:64", (8, 64), True),
-    ("t_max", "8:8", (8,), False),
-    ("budget", "20", (20,), False),
-    ("random_rate", "0.5:0.9", (0.5, 0.9), True),
-    ("trigger_policy", "boundary, never", ("boundary", "never"), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "values", "is_range"),
+    [
+        ("t_max", "8,16, 32,8", (8, 16, 32), False),
+        ("t_max", "8:64", (8, 64), True),
+        ("t_max", "8:8", (8,), False),
+        ("budget", "20", (20,), False),
+        ("random_rate", "0.5:0.9", (0.5, 0.9), True),
+        ("trigger_policy", "boundary, never", ("boundary", "never"), False),
+    ],
+)
 def test_values_and_ranges_are_read(name, text, values, is_range):
     axis = Axis.parse(name, text)
     assert (axis.values, axis.is_range) == (values, is_range)
@@ -71,17 +74,20 @@ def test_what_is_no_value_or_range_is_refused(text):
         Axis.parse("t_max", text)
 
 
-@pytest.mark.parametrize(("given", "kind", "message"), [
-    ({"budget": "0,8"}, ConfigError, "budget must be positive, got 0"),
-    ({"budget": "8:25"}, TraceError, "record with --set audit.top=25"),
-    ({"trigger_policy": "often"}, ConfigError, "unknown trigger-policy 'often'; expected one of"),
-    ({"trigger_policy": "never", "t_max": "3,4"}, ConfigError, "t_max must come with"),
-    (
-        {"trigger_policy": "never", "budget": "20", "recent": "16", "span": "0", "slow_start": "1"},
-        ConfigError,
-        "search space must have more than one setting",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"budget": "0,8"}, ConfigError, "budget must be positive, got 0"),
+        ({"budget": "8:25"}, TraceError, "record with --set audit.top=25"),
+        ({"trigger_policy": "often"}, ConfigError, "unknown trigger-policy 'often'; expected one of"),
+        ({"trigger_policy": "never", "t_max": "3,4"}, ConfigError, "t_max must come with"),
+        (
+            {"trigger_policy": "never", "budget": "20", "recent": "16", "span": "0", "slow_start": "1"},
+            ConfigError,
+            "search space must have more than one setting",
+        ),
+    ],
+)
 def test_a_space_that_cannot_be_searched_is_refused(base, recorded, given, kind, message):
     with pytest.raises(kind, match=message):
         space(base, recorded, **given)
@@ -91,11 +97,14 @@ VALUES = {"triggers": "other", "t_max": 8, "stride": 4, "budget": 5, "slow_start
 VALUES |= dict.fromkeys(("trigger_delay", "min_gap", "span"), 0)
 
 
-@pytest.mark.parametrize(("policy", "asked"), [
-    ("boundary", {"triggers", "t_max", "trigger_delay", "min_gap", "slow_start", "budget", "span"}),
-    ("stride", {"stride", "slow_start", "budget", "span"}),
-    ("never", {"slow_start", "budget", "span"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [
+        ("boundary", {"triggers", "t_max", "trigger_delay", "min_gap", "slow_start", "budget", "span"}),
+        ("stride", {"stride", "slow_start", "budget", "span"}),
+        ("never", {"slow_start", "budget", "span"}),
+    ],
+)
 def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, policy, asked):
     """What the policy ignores would only give one counterfactual many names."""
     other = NamedSet(name="other", token_ids=frozenset({1}), strings=("the",))

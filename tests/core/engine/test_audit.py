@@ -234,11 +234,14 @@ def test_a_layer_left_dense_retains_everything():
     assert not all((e.retained_H == 1).all() for e in observer.audits if e.layer == 1)
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"every": 0}, "every must be positive, got 0"),
-    ({"top": -3}, "top must be positive, got -3"),
-    ({"layers": (0, 7)}, r"audit.layers must be among \[0, 1\], got \[7\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every": 0}, "every must be positive, got 0"),
+        ({"top": -3}, "top must be positive, got -3"),
+        ({"layers": (0, 7)}, r"audit.layers must be among \[0, 1\], got \[7\]"),
+    ],
+)
 def test_what_cannot_be_audited_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         complete(audit=AuditConfig(**settings))

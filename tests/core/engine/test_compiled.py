@@ -73,14 +73,17 @@ def assert_same(compiled, plain) -> None:
             torch.testing.assert_close(getattr(mine, name), getattr(theirs, name), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("label", "policy", "options"), [
-    ("qwen3", "codescan", {"page_size": 16}),
-    ("llama", "sfi", {"config": CONFIG.replace(trigger_policy="stride", stride=4)}),  # packed, and evidence
-    ("gemma-2", "codescan", {}),  # a soft cap
-    ("gpt-oss", "quest", {}),  # learned sinks
-    pytest.param("gpt-oss", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
-    pytest.param("llama", "oracle-top-k", {}, marks=pytest.mark.exhaustive),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("label", "policy", "options"),
+    [
+        ("qwen3", "codescan", {"page_size": 16}),
+        ("llama", "sfi", {"config": CONFIG.replace(trigger_policy="stride", stride=4)}),  # packed, and evidence
+        ("gemma-2", "codescan", {}),  # a soft cap
+        ("gpt-oss", "quest", {}),  # learned sinks
+        pytest.param("gpt-oss", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("llama", "oracle-top-k", {}, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_ragged_batch_decodes_and_tells_the_same(monkeypatch, label: str, policy: str, options):
     assert_same(*both(monkeypatch, tiny(label), ROWS, policy, **options))
 

@@ -71,11 +71,14 @@ def test_the_time_of_the_dense_pass_counts(tiny_model, shared):
     assert report.prefill_seconds > shared.seconds > 0
 
 
-@pytest.mark.parametrize(("prompts", "options", "message"), [
-    ([[1, 2, 3]], {}, "shared must be of the same prompts, got others"),
-    (PROMPTS, {"max_new_tokens": 21}, "shared must be read with a capacity of 71 tokens, got 70"),
-    (PROMPTS, {"page_size": 16}, "shared must be read with backend torch and pages of 16 tokens"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1, 2, 3]], {}, "shared must be of the same prompts, got others"),
+        (PROMPTS, {"max_new_tokens": 21}, "shared must be read with a capacity of 71 tokens, got 70"),
+        (PROMPTS, {"page_size": 16}, "shared must be read with backend torch and pages of 16 tokens"),
+    ],
+)
 def test_what_does_not_fit_is_refused(tiny_model, shared, prompts, options, message):
     arguments = {"max_new_tokens": NEW, "stop_token_ids": (), **options}
     with pytest.raises(ConfigError) as caught:

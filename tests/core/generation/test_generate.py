@@ -245,12 +245,15 @@ def test_one_prompt_without_a_list_around_it_is_one_prompt(model, prompts):
     assert tokens(found) == tokens(run(model, [ids], max_new_tokens=3))
 
 
-@pytest.mark.parametrize(("prompts", "message"), [
-    ([{"role": "user", "content": "Hi"}], "prompt 0 must be text or token ids, got dict"),
-    ({"input_ids": [5]}, "prompts must be text or token ids, got dict; pass its input_ids"),
-    ([[5], [5.5]], "prompt 1 must be text or token ids, got list"),
-    ([[5], None], "prompt 1 must be text or token ids, got NoneType"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([{"role": "user", "content": "Hi"}], "prompt 0 must be text or token ids, got dict"),
+        ({"input_ids": [5]}, "prompts must be text or token ids, got dict; pass its input_ids"),
+        ([[5], [5.5]], "prompt 1 must be text or token ids, got list"),
+        ([[5], None], "prompt 1 must be text or token ids, got NoneType"),
+    ],
+)
 def test_prompt_that_is_neither_text_nor_token_ids_is_refused(model, prompts, message):
     with pytest.raises(InputError) as refusal:
         run(model, prompts)

@@ -44,12 +44,15 @@ def test_processors_are_those_transformers_generates_with(settings: dict, ids: t
     assert torch.equal(ours(ids, logits.clone()), theirs(ids, logits.clone()))
 
 
-@pytest.mark.parametrize(("name", "value", "rule"), [
-    ("temperature", -1.0, "at least 0"),
-    ("temperature", float("nan"), "at least 0 and finite"),
-    ("top_p", 1.1, "in (0, 1]"),
-    ("repetition_penalty", 0.0, "positive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("temperature", -1.0, "at least 0"),
+        ("temperature", float("nan"), "at least 0 and finite"),
+        ("top_p", 1.1, "in (0, 1]"),
+        ("repetition_penalty", 0.0, "positive"),
+    ],
+)
 def test_values_out_of_range_are_refused(name: str, value: float, rule: str):
     with pytest.raises(ConfigError) as caught:
         Sampling(**{name: value})

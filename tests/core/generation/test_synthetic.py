@@ -60,11 +60,14 @@ def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
     torch.testing.assert_close(dense, fresh, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("policy", "context", "change"), [
-    ("sfi", BLOCK + 77, {"recent_mode": "sliding"}),
-    ("freekv", 300, {"freekv": {"page": 8, "tau": 0.5}}),
-    ("synckv", 300, {"synckv": {"heads": "even"}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "context", "change"),
+    [
+        ("sfi", BLOCK + 77, {"recent_mode": "sliding"}),
+        ("freekv", 300, {"freekv": {"page": 8, "tau": 0.5}}),
+        ("synckv", 300, {"synckv": {"heads": "even"}}),
+    ],
+)
 def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, context, change):
     """Thirty decoded tokens turn the ring of 8 + 1 recent tokens over more than once."""
     contexts, steps = [context, 90], 30

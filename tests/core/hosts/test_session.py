@@ -132,12 +132,15 @@ def test_one_mask_for_all_rows_integers_of_32_bits_and_arguments_by_place_run_as
 
 
 @pytest.mark.parametrize("lossless", [False, True])
-@pytest.mark.parametrize(("shape", "mask", "message"), [
-    ((1, 30), (1, 20), "attention_mask must be 1 x 30, a row for each prompt, got 1 x 20"),
-    ((3, 9), (2, 9), "attention_mask must be 3 x 9, a row for each prompt, got 2 x 9"),
-    ((1, 0), (1, 0), "prompts must have at least one token each, got a batch of 1 x 0"),
-    ((0, 4), (0, 4), "prompts must have at least one token each, got a batch of 0 x 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "mask", "message"),
+    [
+        ((1, 30), (1, 20), "attention_mask must be 1 x 30, a row for each prompt, got 1 x 20"),
+        ((3, 9), (2, 9), "attention_mask must be 3 x 9, a row for each prompt, got 2 x 9"),
+        ((1, 0), (1, 0), "prompts must have at least one token each, got a batch of 1 x 0"),
+        ((0, 4), (0, 4), "prompts must have at least one token each, got a batch of 0 x 4"),
+    ],
+)
 def test_mask_or_prompt_of_a_wrong_size_is_refused(model, shape, mask, message, lossless):
     with (
         slow_fast(model, None, SMALL, engine=EngineOptions(lossless=lossless)),

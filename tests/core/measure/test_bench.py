@@ -59,10 +59,13 @@ def ours(model, asked, *, policy="sfi", batch=2):
     return run_ours(row_of(model, DecodeVariant(policy, policy), asked, batch))
 
 
-@pytest.mark.parametrize(("rate", "row", "batch", "expected"), [
-    (Fraction(1, 5), 0, 1, [0, 5, 10]), (Fraction(1, 5), 1, 2, [2, 7, 12]), (Fraction(1, 8), 3, 4, [6, 14]),
-    (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]), (Fraction(0), 0, 1, []), (Fraction(1), 1, 2, list(range(15))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rate", "row", "batch", "expected"),
+    [
+        (Fraction(1, 5), 0, 1, [0, 5, 10]), (Fraction(1, 5), 1, 2, [2, 7, 12]), (Fraction(1, 8), 3, 4, [6, 14]),
+        (Fraction(2, 5), 0, 1, [0, 2, 5, 7, 10, 12]), (Fraction(0), 0, 1, []), (Fraction(1), 1, 2, list(range(15))),
+    ],
+)  # fmt: skip
 def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
     assert slow_steps(rate, row, batch, 15) == expected
 
@@ -228,21 +231,24 @@ def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_mod
     ]
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"policies": ("sfl",)}, "unknown policy 'sfl'"),
-    ({"policies": (), "baselines": ()}, "policy must name at least one"),
-    ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
-    ({"steps": 0}, "steps must be at least 1, got 0"),
-    ({"repeats": 0}, "repeats must be at least 1, got 0"),
-    ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
-    ({"time_limit": 0.0}, "time_limit must be positive"),
-    ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
-    ({"contexts": (0,)}, "contexts must be positive"),
-    ({"contexts": (1,)}, "contexts must be at least 2"),
-    ({"batches": ()}, "batches must be positive"),
-    ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
-    ({"acceptance": 1.0, "policies": ("full-kv", "freekv")}, "policy full-kv cannot draft for a lossless run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"policies": ("sfl",)}, "unknown policy 'sfl'"),
+        ({"policies": (), "baselines": ()}, "policy must name at least one"),
+        ({"baselines": ("vllm",)}, "unknown baseline 'vllm'"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"repeats": 0}, "repeats must be at least 1, got 0"),
+        ({"warm_up": 0}, r"warm_up must be at least trigger_delay \(1\), got 0"),
+        ({"time_limit": 0.0}, "time_limit must be positive"),
+        ({"slow_rate": Fraction(3, 2)}, r"slow_rate must be in \[0, 1\], got 1.5"),
+        ({"contexts": (0,)}, "contexts must be positive"),
+        ({"contexts": (1,)}, "contexts must be at least 2"),
+        ({"batches": ()}, "batches must be positive"),
+        ({"acceptance": 1.5}, r"acceptance must be in \[0, 1\], got 1.5"),
+        ({"acceptance": 1.0, "policies": ("full-kv", "freekv")}, "policy full-kv cannot draft for a lossless run"),
+    ],
+)
 def test_bad_settings_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         bench.check_run(settings(**changes), torch.device("cpu"))

@@ -202,17 +202,20 @@ def test_a_config_that_is_none_is_refused(tmp_path):
         random_config("qwen3-5b")
 
 
-@pytest.mark.parametrize(("text", "changes"), [
-    ("sfi:span=10,slow_start=2", {"span": 10, "slow_start": 2}),
-    ("sfi:selector.eta=0,selector.radius=5", {"selector": {"eta": 0, "radius": 5}}),
-    ("sfi:trigger_policy=t-max , t_max=8", {"trigger_policy": "t-max", "t_max": 8}),
-    (
-        'sfi:triggers=[".", ",]\\n"],dense_layers=[0,1],span=1',
-        {"triggers": (".", ",]\n"), "dense_layers": (0, 1), "span": 1},
-    ),
-    ("quest:baseline.page=32", {"baseline": {"page": 32}}),
-    ("freekv:freekv.tau=0.9,freekv.page=16", {"freekv": {"tau": 0.9, "page": 16}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("sfi:span=10,slow_start=2", {"span": 10, "slow_start": 2}),
+        ("sfi:selector.eta=0,selector.radius=5", {"selector": {"eta": 0, "radius": 5}}),
+        ("sfi:trigger_policy=t-max , t_max=8", {"trigger_policy": "t-max", "t_max": 8}),
+        (
+            'sfi:triggers=[".", ",]\\n"],dense_layers=[0,1],span=1',
+            {"triggers": (".", ",]\n"), "dense_layers": (0, 1), "span": 1},
+        ),
+        ("quest:baseline.page=32", {"baseline": {"page": 32}}),
+        ("freekv:freekv.tau=0.9,freekv.page=16", {"freekv": {"tau": 0.9, "page": 16}}),
+    ],
+)
 def test_settings_follow_a_colon(text, changes):
     method = Method.parse(text)
     assert method.label == text
@@ -234,20 +237,23 @@ def test_a_file_is_a_preset_that_keeps_its_sizes(tmp_path):
     assert sized.config_for(1000) == SfiConfig().replace(t_max=8, budget=77)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("sfl", "method sfl: unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
-    ("sfi@fast", "method sfi@fast: unknown preset 'fast'; expected one of ('default'"),
-    ("sfi:spam=1", "method sfi:spam=1: unknown setting 'spam'; did you mean span?"),
-    ("sfi:span=wide", "method sfi:span=wide: span must be int, got 'wide'"),
-    ("sfi:span=10x", "method sfi:span=10x: span must be int, got '10x'"),
-    ("sfi:span=", "method sfi:span=: span must be int, got ''"),
-    ("sfi:span=-1", "method sfi:span=-1: span must be at least 0, got -1"),
-    ("sfi:span", "method sfi:span: setting must be key=value, got 'span'"),
-    ("sfi:span=1,span=2", "method sfi:span=1,span=2: setting span must be given once"),
-    ("sfi:selector.alpha=0", "method sfi:selector.alpha=0: alpha must be in (0, 1], got 0.0"),
-    ("", "method must be POLICY[@PRESET][:key=value,...], got ''"),
-    ("sfi:", "method must be POLICY[@PRESET][:key=value,...], got 'sfi:'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sfl", "method sfl: unknown policy 'sfl'; did you mean 'sfi'? expected one of ('"),
+        ("sfi@fast", "method sfi@fast: unknown preset 'fast'; expected one of ('default'"),
+        ("sfi:spam=1", "method sfi:spam=1: unknown setting 'spam'; did you mean span?"),
+        ("sfi:span=wide", "method sfi:span=wide: span must be int, got 'wide'"),
+        ("sfi:span=10x", "method sfi:span=10x: span must be int, got '10x'"),
+        ("sfi:span=", "method sfi:span=: span must be int, got ''"),
+        ("sfi:span=-1", "method sfi:span=-1: span must be at least 0, got -1"),
+        ("sfi:span", "method sfi:span: setting must be key=value, got 'span'"),
+        ("sfi:span=1,span=2", "method sfi:span=1,span=2: setting span must be given once"),
+        ("sfi:selector.alpha=0", "method sfi:selector.alpha=0: alpha must be in (0, 1], got 0.0"),
+        ("", "method must be POLICY[@PRESET][:key=value,...], got ''"),
+        ("sfi:", "method must be POLICY[@PRESET][:key=value,...], got 'sfi:'"),
+    ],
+)
 def test_mistakes_are_named(text, message):
     with pytest.raises(ConfigError) as caught:
         Method.parse(text)
@@ -275,14 +281,17 @@ def test_what_no_share_changes_runs_once(text, size):
     assert method.config_for(1000) == Method.parse(text).config
 
 
-@pytest.mark.parametrize(("sizes", "message"), [
-    ({"shares": [0.0]}, "share must be in (0, 1], got 0"),
-    ({"shares": [1.5]}, "share must be in (0, 1], got 1.5"),
-    ({"budgets": [0]}, "budget must be positive, got 0"),
-    ({"shares": [0.1], "recent": 0}, "recent must be positive, got 0"),
-    ({}, "size must be given at least once, got none"),
-    ({"budgets": [8, 8]}, "each size must differ, got K 8, K 8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"shares": [0.0]}, "share must be in (0, 1], got 0"),
+        ({"shares": [1.5]}, "share must be in (0, 1], got 1.5"),
+        ({"budgets": [0]}, "budget must be positive, got 0"),
+        ({"shares": [0.1], "recent": 0}, "recent must be positive, got 0"),
+        ({}, "size must be given at least once, got none"),
+        ({"budgets": [8, 8]}, "each size must differ, got K 8, K 8"),
+    ],
+)
 def test_sizes_that_are_none_are_refused(sizes, message):
     with pytest.raises(ConfigError) as caught:
         at_sizes([Method.parse("sfi")], **sizes)

@@ -196,16 +196,19 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), [
-    ({"methods": ("full-kv",)}, ConfigError, "fidelity must have a method besides full-kv"),
-    ({"tokens": 1}, ConfigError, "tokens must be at least 2, got 1"),
-    ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
-    ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
-    ({"lengths": (400,)}, InputError, "text must have at least"),
-    ({"lengths": (1020,), "text": TEXT * 20}, InputError,
-     "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
-    ({"shares": (0.1,)}, ConfigError, "share must leave a selected token"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"methods": ("full-kv",)}, ConfigError, "fidelity must have a method besides full-kv"),
+        ({"tokens": 1}, ConfigError, "tokens must be at least 2, got 1"),
+        ({"count": 0}, ConfigError, "windows must be at least 1, got 0"),
+        ({"methods": ("a=sfi", "a=quest")}, ConfigError, "each method must differ, got a, a"),
+        ({"lengths": (400,)}, InputError, "text must have at least"),
+        ({"lengths": (1020,), "text": TEXT * 20}, InputError,
+         "fidelity of length 1020 must fit the model's 1024 positions, got 1020 prompt and 12 new tokens"),
+        ({"shares": (0.1,)}, ConfigError, "share must leave a selected token"),
+    ],
+)  # fmt: skip
 def test_what_cannot_be_compared_is_refused_at_once(loaded, changes, error, message):
     methods = changes.pop("methods", ("sfi",))
 

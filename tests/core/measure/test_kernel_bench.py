@@ -48,18 +48,21 @@ def test_a_sweep_of_a_short_context_leaves_out_what_cannot_be():
     assert sweep.ops == ("fast",)
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"heads": 7}, "heads must be a multiple of kv_heads, got 7 and 8"),
-    ({"retentions": (0.0,)}, "retention must be in (0, 1], got 0.0"),
-    ({"retentions": (1.01,)}, "retention must be in (0, 1], got 1.01"),
-    ({"retentions": (float("nan"),)}, "retention must be in (0, 1], got nan"),
-    ({"retentions": (0.0158,)}, "retention must be at least 0.01593 at a context of 16384"),
-    ({"context": 260}, "context must be at least 261 (4 sink, 256 recent and 1 selected token)"),
-    ({"ops": ("fsat",)}, "unknown op 'fsat'; did you mean 'fast'? expected one of ('fast', "),
-    ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of ('auto', "),
-    ({"batch": 0}, "batch must be positive, got 0"),
-    ({"repeats": -1}, "repeats must be positive, got -1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heads": 7}, "heads must be a multiple of kv_heads, got 7 and 8"),
+        ({"retentions": (0.0,)}, "retention must be in (0, 1], got 0.0"),
+        ({"retentions": (1.01,)}, "retention must be in (0, 1], got 1.01"),
+        ({"retentions": (float("nan"),)}, "retention must be in (0, 1], got nan"),
+        ({"retentions": (0.0158,)}, "retention must be at least 0.01593 at a context of 16384"),
+        ({"context": 260}, "context must be at least 261 (4 sink, 256 recent and 1 selected token)"),
+        ({"ops": ("fsat",)}, "unknown op 'fsat'; did you mean 'fast'? expected one of ('fast', "),
+        ({"dtype": "int8"}, "unknown dtype 'int8'; expected one of ('auto', "),
+        ({"batch": 0}, "batch must be positive, got 0"),
+        ({"repeats": -1}, "repeats must be positive, got -1"),
+    ],
+)
 def test_a_wrong_setting_is_named(changes, words):
     with pytest.raises(ConfigError) as caught:
         KernelSettings(**changes)

@@ -218,15 +218,18 @@ def test_settings_of_a_table_and_of_lm_eval_reach_the_run():
     assert (lm.max_length, lm.batch_size) == (64, 3)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ({"bugdet": 3}, "bugdet"),
-    ({"selector.alhpa": 3}, "alhpa"),
-    ({"budget": 0}, "budget must be positive, got 0"),
-    ({"policy": "h3o"}, "unknown policy 'h3o'"),
-    ({"preset": "none"}, "unknown preset 'none'"),
-    ({"dtype": "int8"}, "unknown dtype 'int8'"),
-    ({"kv_device_budget": "much"}, "kv_device_budget must be a share"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bugdet": 3}, "bugdet"),
+        ({"selector.alhpa": 3}, "alhpa"),
+        ({"budget": 0}, "budget must be positive, got 0"),
+        ({"policy": "h3o"}, "unknown policy 'h3o'"),
+        ({"preset": "none"}, "unknown preset 'none'"),
+        ({"dtype": "int8"}, "unknown dtype 'int8'"),
+        ({"kv_device_budget": "much"}, "kv_device_budget must be a share"),
+    ],
+)
 def test_mistakes_in_the_arguments_are_one_line(arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
         SfiLM(**{"device": "cpu", **arguments})

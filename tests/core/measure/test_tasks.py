@@ -281,14 +281,17 @@ def test_a_context_beyond_the_model_is_refused_at_once(loaded, length, message):
         SampleRows(*loaded).check(cells_of("sfi", lengths=(500, length), tasks=("niah-single",)))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"tasks": ("niah",)}, "unknown task 'niah'; expected one of"),
-    ({"methods": ()}, "method must be given at least once, got none"),
-    ({"seeds": ()}, "sample must be given at least once, got none"),
-    ({"lengths": (8, 8)}, "each length must differ, got 8, 8"),
-    ({"methods": ("a=sfi", "a=quest")}, "each method must differ"),
-    ({"lengths": (0,)}, "length must be positive, got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ("niah",)}, "unknown task 'niah'; expected one of"),
+        ({"methods": ()}, "method must be given at least once, got none"),
+        ({"seeds": ()}, "sample must be given at least once, got none"),
+        ({"lengths": (8, 8)}, "each length must differ, got 8, 8"),
+        ({"methods": ("a=sfi", "a=quest")}, "each method must differ"),
+        ({"lengths": (0,)}, "length must be positive, got 0"),
+    ],
+)
 def test_grids_that_make_no_sense_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         cells_of(*change.pop("methods", ["sfi"]), **change)

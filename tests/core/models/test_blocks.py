@@ -162,11 +162,14 @@ def test_a_file_s_blocks_give_the_tokens_of_its_floats(architecture, kind, write
     assert (blocks.unread_bytes == 0) == (floats.unread_bytes == 0) == tied
 
 
-@pytest.mark.parametrize(("spoil", "reason"), [
-    (lambda weights: weights[:, ::-1], "transformers changes its numbers"),
-    (lambda weights: weights * 2, "transformers changes its numbers"),
-    (lambda weights: weights.T, "transformers changes its shape"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda weights: weights[:, ::-1], "transformers changes its numbers"),
+        (lambda weights: weights * 2, "transformers changes its numbers"),
+        (lambda weights: weights.T, "transformers changes its shape"),
+    ],
+)
 def test_what_transformers_changes_is_loaded_as_floats(spoil, reason, write, monkeypatch):
     from transformers import modeling_gguf_pytorch_utils as loader  # noqa: PLC0415
 
@@ -181,11 +184,14 @@ def test_what_transformers_changes_is_loaded_as_floats(spoil, reason, write, mon
     assert answer(model, tokenizer) == answer(load(str(path), device="cpu", weights="floats")[0], tokenizer)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "numba", "reason"), [
-    ("BF16", "auto", "", "BF16 has no compiled product"),
-    ("Q8_0", "bfloat16", "", "not float32 on a CPU"),
-    ("Q8_0", "auto", "not installed", "numba: not installed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "dtype", "numba", "reason"),
+    [
+        ("BF16", "auto", "", "BF16 has no compiled product"),
+        ("Q8_0", "bfloat16", "", "not float32 on a CPU"),
+        ("Q8_0", "auto", "not installed", "numba: not installed"),
+    ],
+)
 def test_other_files_dtypes_and_machines_load_floats(kind, dtype, numba, reason, write, monkeypatch):
     monkeypatch.setattr("sfi_core.models.linear.why_not", lambda: numba)
     model, _ = load(str(write("llama", kind)), device="cpu", dtype=dtype)

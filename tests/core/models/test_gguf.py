@@ -172,12 +172,15 @@ def test_a_file_alone_gives_tokenizer_and_config(file: Path, tiny_tokenizer):
     assert (config.dtype, config.eos_token_id) == (torch.float32, tokenizer.eos_token_id)
 
 
-@pytest.mark.parametrize(("pre", "pieces"), [
-    ("gpt-2", ["a", "Ġ2026", "ĊĠ", "Ġ3"]),
-    ("smollm", ["a", "Ġ", "2", "0", "2", "6", "ĊĠĠ", "3"]),
-    ("llama-bpe", ["a", "Ġ", "202", "6", "Ċ", "Ġ", "Ġ", "3"]),
-    ("qwen2", ["a", "Ġ", "2", "0", "2", "6", "Ċ", "Ġ", "Ġ", "3"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["a", "Ġ2026", "ĊĠ", "Ġ3"]),
+        ("smollm", ["a", "Ġ", "2", "0", "2", "6", "ĊĠĠ", "3"]),
+        ("llama-bpe", ["a", "Ġ", "202", "6", "Ċ", "Ġ", "Ġ", "3"]),
+        ("qwen2", ["a", "Ġ", "2", "0", "2", "6", "Ċ", "Ġ", "Ġ", "3"]),
+    ],
+)
 def test_a_text_is_split_as_the_file_says(pre: str, pieces: list[str], write: Callable[..., Path], tmp_path: Path):
     tokenizer = load_tokenizer(str(write(tmp_path / "x.gguf", pre=pre)))
     split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 2026\n  3")
@@ -286,21 +289,24 @@ def test_no_code_of_the_hub_multiplies_packed_weights(tmp_path: Path, monkeypatc
     assert not fetched
 
 
-@pytest.mark.parametrize(("changes", "reason"), [
-    ({"architecture": "none"}, "GGUF model with architecture none is not supported yet"),
-    ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
-    (
-        {"edit": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
-        "its positions are scaled (rope scaling 'yarn')",
-    ),
-    (
-        {"edit": lambda writer: writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())},
-        "its positions are scaled (rope_freqs.weight)",
-    ),
-    ({"edit": without("token_type")}, "its tokenizer must have token types for all 2,215 tokens, got 0; put the"),
-    ({"edit": without("tokens")}, "it has no tokenizer; put the model's tokenizer.json beside the file"),
-    ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"architecture": "none"}, "GGUF model with architecture none is not supported yet"),
+        ({"pre": "nonesuch"}, "its tokenizer must be SentencePiece's or byte-level BPE split as one of"),
+        (
+            {"edit": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)},
+            "its positions are scaled (rope scaling 'yarn')",
+        ),
+        (
+            {"edit": lambda writer: writer.add_tensor("rope_freqs.weight", torch.ones(4).numpy())},
+            "its positions are scaled (rope_freqs.weight)",
+        ),
+        ({"edit": without("token_type")}, "its tokenizer must have token types for all 2,215 tokens, got 0; put the"),
+        ({"edit": without("tokens")}, "it has no tokenizer; put the model's tokenizer.json beside the file"),
+        ({"drop": "blk.1"}, "lacks 9 weights, among them model.layers.1.input_layernorm.weight"),
+    ],
+)
 def test_a_file_that_cannot_be_loaded_right_is_refused(changes, reason, write, tmp_path):
     path = write(tmp_path / "x.gguf", **changes)
     message = refusal(InputError, str(path))

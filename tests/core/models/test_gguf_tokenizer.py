@@ -58,13 +58,16 @@ def test_control_and_user_defined_tokens_are_found_in_a_text():
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<turn>b"
 
 
-@pytest.mark.parametrize(("texts", "ids", "stops"), [
-    (["a", "<eos>", "<end_of_turn>"], {"eos": 1}, [1, 2]),
-    (["a", "b", "c"], {"eos": 2, "eot": 1, "eom": 0}, [2, 1, 0]),
-    (["a", "<|end|>", "<|return|>", "<|call|>"], {"eos": 2}, [2, 3]),
-    (["a", "<|end|>"], {}, [1]),
-    (["a", "</s>"], {"eos": 9, "eot": -1, "eom": "x"}, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("texts", "ids", "stops"),
+    [
+        (["a", "<eos>", "<end_of_turn>"], {"eos": 1}, [1, 2]),
+        (["a", "b", "c"], {"eos": 2, "eot": 1, "eom": 0}, [2, 1, 0]),
+        (["a", "<|end|>", "<|return|>", "<|call|>"], {"eos": 2}, [2, 3]),
+        (["a", "<|end|>"], {}, [1]),
+        (["a", "</s>"], {"eos": 9, "eot": -1, "eom": "x"}, []),
+    ],
+)
 def test_what_ends_an_answer(texts, ids, stops):
     """`</s>` is a plain token of Qwen, and `<|end|>` ends but a message where answers have several."""
     facts = {f"tokenizer.ggml.{name}_token_id": token for name, token in ids.items()}

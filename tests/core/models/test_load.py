@@ -129,11 +129,14 @@ def test_a_missing_folder_is_named_and_a_file_is_no_model(source: str):
     assert refusal(InputError, __file__) == f"model must be a folder, a hub id or a .gguf file, got the file {__file__}"
 
 
-@pytest.mark.parametrize(("file", "words"), [
-    ("config.json", "model folder {} has no config.json"),
-    ("tokenizer.json", "model folder {} has no tokenizer; save one there"),
-    ("model.safetensors", "model {} cannot be loaded: Error no file named "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("config.json", "model folder {} has no config.json"),
+        ("tokenizer.json", "model folder {} has no tokenizer; save one there"),
+        ("model.safetensors", "model {} cannot be loaded: Error no file named "),
+    ],
+)
 def test_a_folder_without_a_file_is_refused(folder: Path, file: str, words: str):
     (folder / file).unlink()
     assert refusal(InputError, str(folder)).startswith(words.format(folder))
@@ -172,16 +175,19 @@ def test_weights_that_the_config_does_not_fit_are_counted_and_named(folder: Path
     assert refusal(InputError, str(folder)) == f"model {folder} {lacks}"
 
 
-@pytest.mark.parametrize(("file", "text", "reason"), [
-    ("config.json", "[]", "cannot be loaded"),
-    ("config.json", "[" * 100_000, "cannot be loaded"),
-    ("generation_config.json", "[]", "cannot be loaded"),
-    ("config.json", {"model_type": "nonesuch"}, "model type `nonesuch`"),
-    ("config.json", {"hidden_size": "x"}, "'hidden_size' expected int, got str"),
-    ("config.json", {"head_dim": 0}, "head_dim must be in 1 to 16,384, got 0"),
-    ("config.json", {"num_hidden_layers": 10**5, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
-    ("config.json", {"vocab_size": 2**40}, "vocab_size must be in 1 to 16,777,216"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("config.json", "[]", "cannot be loaded"),
+        ("config.json", "[" * 100_000, "cannot be loaded"),
+        ("generation_config.json", "[]", "cannot be loaded"),
+        ("config.json", {"model_type": "nonesuch"}, "model type `nonesuch`"),
+        ("config.json", {"hidden_size": "x"}, "'hidden_size' expected int, got str"),
+        ("config.json", {"head_dim": 0}, "head_dim must be in 1 to 16,384, got 0"),
+        ("config.json", {"num_hidden_layers": 10**5, "layer_types": None}, "num_hidden_layers must be in 1 to 2,048"),
+        ("config.json", {"vocab_size": 2**40}, "vocab_size must be in 1 to 16,777,216"),
+    ],
+)
 def test_a_stranger_s_config_is_one_line_and_soon(folder: Path, file: str, text: str | dict, reason: str):
     if isinstance(text, dict):
         edit(folder, **text)
@@ -219,12 +225,15 @@ def test_text_parts_and_null_are_read_as_text(saved: Path, template: str, joined
     assert chat_text(tokenizer, chat).replace('"', "") == f"<user>a{joined}b<assistant>"
 
 
-@pytest.mark.parametrize(("content", "told"), [
-    ([{"type": "image_url", "image_url": {}}], "parts of type 'text' with a text, got 'image_url'"),
-    ([{"type": "text"}], "parts of type 'text' with a text, got 'text'"),
-    (["a"], "parts of type 'text' with a text, got 'a'"),
-    (5, "a text as content, got 5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ([{"type": "image_url", "image_url": {}}], "parts of type 'text' with a text, got 'image_url'"),
+        ([{"type": "text"}], "parts of type 'text' with a text, got 'text'"),
+        (["a"], "parts of type 'text' with a text, got 'a'"),
+        (5, "a text as content, got 5"),
+    ],
+)
 def test_a_content_that_is_no_text_is_refused_by_name(saved: Path, content: object, told: str):
     tokenizer = load_tokenizer(str(saved))
     tokenizer.chat_template = PRINTS

@@ -33,20 +33,23 @@ def test_every_head_follows_its_cluster_s_representative():
     assert CLUSTERS.leader_of(3) == (1, 1, 1, 3)
 
 
-@pytest.mark.parametrize(("changes", "told"), [
-    ({"format": 2}, "format: Input should be 1"),
-    ({"digest": None}, "digest: Input should be a valid string"),
-    ({"layers": []}, "layers: Input should be an object"),
-    ({"layers": {}}, "layers: Dictionary should have at least 1 item"),
-    ({"layers": {"first": {}}}, "layers.first"),
-    (layer([0, True], [0]), "layers.0.cluster_of.1: Input should be a valid integer"),
-    ({"layers": {"0": {"cluster_of": [0]}}}, "layers.0.representatives: Field required"),
-    (layer([0, 0], [0, 1]), "layers.0: cluster_of must use each number from 0 to 1"),
-    (layer([0, 2], [0, 1]), "layers.0: cluster_of must use each number from 0 to 1"),
-    (layer([0, 1], [1, 0]), "must be in their own clusters, got head 1 for cluster 0"),
-    (layer([0, 1], [0, 2]), "must be in their own clusters, got head 2 for cluster 1"),
-    (layer([0, 1], [0, 1, 1]), "layers.0: cluster_of must use each number from 0 to 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": 2}, "format: Input should be 1"),
+        ({"digest": None}, "digest: Input should be a valid string"),
+        ({"layers": []}, "layers: Input should be an object"),
+        ({"layers": {}}, "layers: Dictionary should have at least 1 item"),
+        ({"layers": {"first": {}}}, "layers.first"),
+        (layer([0, True], [0]), "layers.0.cluster_of.1: Input should be a valid integer"),
+        ({"layers": {"0": {"cluster_of": [0]}}}, "layers.0.representatives: Field required"),
+        (layer([0, 0], [0, 1]), "layers.0: cluster_of must use each number from 0 to 1"),
+        (layer([0, 2], [0, 1]), "layers.0: cluster_of must use each number from 0 to 1"),
+        (layer([0, 1], [1, 0]), "must be in their own clusters, got head 1 for cluster 0"),
+        (layer([0, 1], [0, 2]), "must be in their own clusters, got head 2 for cluster 1"),
+        (layer([0, 1], [0, 1, 1]), "layers.0: cluster_of must use each number from 0 to 2"),
+    ],
+)
 def test_a_damaged_file_is_refused_with_what_is_wrong(tmp_path, changes, told):
     path = tmp_path / "heads.json"
     path.write_text(json.dumps(json.loads(CLUSTERS.text()) | changes))
@@ -65,11 +68,14 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         HeadClusters.load(tmp_path / "cut.json")
 
 
-@pytest.mark.parametrize(("heads", "digest", "told"), [
-    ({0: 4, 3: 4}, "b2", "the checkpoint that runs, b2, got a1"),
-    ({0: 4, 1: 4}, "a1", r"full-attention layers \[0, 1\], got \[0, 3\]"),
-    ({0: 4, 3: 8}, "", "8 KV heads in layer 3, got 4"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "digest", "told"),
+    [
+        ({0: 4, 3: 4}, "b2", "the checkpoint that runs, b2, got a1"),
+        ({0: 4, 1: 4}, "a1", r"full-attention layers \[0, 1\], got \[0, 3\]"),
+        ({0: 4, 3: 8}, "", "8 KV heads in layer 3, got 4"),
+    ],
+)
 def test_another_model_is_refused(heads, digest, told):
     with pytest.raises(ConfigError, match=told):
         CLUSTERS.check(heads, digest)

@@ -179,11 +179,14 @@ def test_an_unknown_name_is_one_line_with_the_nearest():
         SelectorConfig(alfa=1.0)
 
 
-@pytest.mark.parametrize(("text", "wanted"), [
-    ("20%", 200_000_000_000), ("0.5%", 5_000_000_000), ("100%", 1_000_000_000_000), ("2GiB", 2 * 1024**3),
-    ("0.5GiB", 1024**3 // 2), ("500MB", 500_000_000), ("1.5 kB", 1500), ("3KiB", 3072), ("7MiB", 7 * 1024**2),
-    ("2TiB", 2 * 1024**4), ("2tb", 2 * 10**12), ("1GB", 10**9), ("1073741824", 1024**3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("20%", 200_000_000_000), ("0.5%", 5_000_000_000), ("100%", 1_000_000_000_000), ("2GiB", 2 * 1024**3),
+        ("0.5GiB", 1024**3 // 2), ("500MB", 500_000_000), ("1.5 kB", 1500), ("3KiB", 3072), ("7MiB", 7 * 1024**2),
+        ("2TiB", 2 * 1024**4), ("2tb", 2 * 10**12), ("1GB", 10**9), ("1073741824", 1024**3),
+    ],
+)  # fmt: skip
 def test_a_share_is_of_the_cache_and_a_size_is_bytes(text: str, wanted: int):
     budget = DeviceBudget.parse(text)
     assert budget.bytes_of(10**12) == wanted
@@ -218,14 +221,17 @@ class Made(Table):
     inner: Inner = Inner()
 
 
-@pytest.mark.parametrize(("name", "type_", "range_", "brief"), [
-    ("count", "int", "at least 1", "How many."),
-    ("rate", "float", "positive", "How fast; 0 is not."),
-    ("mode", "str", "on, off", "Which."),
-    ("ids", "list of int or none", "at least 0", "Some."),
-    ("free", "int", "", "Anything."),
-    ("inner.share", "float", "in (0, 1]", "A share."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "type_", "range_", "brief"),
+    [
+        ("count", "int", "at least 1", "How many."),
+        ("rate", "float", "positive", "How fast; 0 is not."),
+        ("mode", "str", "on, off", "Which."),
+        ("ids", "list of int or none", "at least 0", "Some."),
+        ("free", "int", "", "Anything."),
+        ("inner.share", "float", "in (0, 1]", "A share."),
+    ],
+)
 def test_a_setting_describes_itself(name: str, type_: str, range_: str, brief: str):
     one = settings_of(Made)[name]
     assert (one.name, one.type, one.range, one.brief) == (name, type_, range_, brief)
@@ -236,19 +242,22 @@ def test_settings_of_a_table_have_its_name():
     assert settings_of(Made)["count"].default == 3
 
 
-@pytest.mark.parametrize(("name", "value", "words"), [
-    ("count", 0, "count must be at least 1, got 0"),
-    ("count", True, "count must be int, got True"),
-    ("rate", 0, "rate must be positive, got 0.0"),
-    ("rate", math.inf, "rate must be positive and finite, got inf"),
-    ("mode", "of", "unknown mode 'of'; expected one of ('on', 'off')"),
-    ("count", 10**400, "count must be at most 9,007,199,254,740,992, got 1" + "0" * 199 + "..."),
-    ("rate", 10**400, "rate must be float, got 1" + "0" * 199 + "..."),
-    ("ids", [2, 10**5000], "ids must be at most 9,007,199,254,740,992 each, got list too long to show"),
-    ("ids", [2, -1], "ids must be at least 0 each, got [2, -1]"),
-    ("ids", 2, "ids must be a list of int, got 2"),
-    ("inner", 2, "inner must be a table, got 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("count", 0, "count must be at least 1, got 0"),
+        ("count", True, "count must be int, got True"),
+        ("rate", 0, "rate must be positive, got 0.0"),
+        ("rate", math.inf, "rate must be positive and finite, got inf"),
+        ("mode", "of", "unknown mode 'of'; expected one of ('on', 'off')"),
+        ("count", 10**400, "count must be at most 9,007,199,254,740,992, got 1" + "0" * 199 + "..."),
+        ("rate", 10**400, "rate must be float, got 1" + "0" * 199 + "..."),
+        ("ids", [2, 10**5000], "ids must be at most 9,007,199,254,740,992 each, got list too long to show"),
+        ("ids", [2, -1], "ids must be at least 0 each, got [2, -1]"),
+        ("ids", 2, "ids must be a list of int, got 2"),
+        ("inner", 2, "inner must be a table, got 2"),
+    ],
+)
 def test_a_value_is_refused_by_type_and_range(name: str, value: object, words: str):
     with pytest.raises(ConfigError) as caught:
         Made(**{name: value})

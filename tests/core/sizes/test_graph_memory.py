@@ -73,11 +73,14 @@ def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model):
     assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
 
 
-@pytest.mark.parametrize(("engine", "places", "graphs"), [
-    (EngineOptions(), RING_PLACES, True),
-    (EngineOptions(overlap=False), 1, True),
-    (EngineOptions(graphs=False), RING_PLACES, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "places", "graphs"),
+    [
+        (EngineOptions(), RING_PLACES, True),
+        (EngineOptions(overlap=False), 1, True),
+        (EngineOptions(graphs=False), RING_PLACES, False),
+    ],
+)
 def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(monkeypatch, engine, places, graphs):
     """4 x rows x H x G x capacity x 4 bytes; Qwen3-4B has 8 KV heads, 32 query heads, 151,936 tokens."""
     monkeypatch.setattr("sfi_core.measure.bench.byte_roofline.describe_measured", lambda _: {})

@@ -27,10 +27,13 @@ def allowed(state: RequestState, sink: int = SINK) -> list[int]:
     return mask[0].nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [
-    (1, []), (SINK - 1, []), (SINK, []), (SINK + RECENT - 1, []), (SINK + RECENT, []), (SINK + RECENT + 1, [4]),
-    (SINK + RECENT + 4, [4, 5, 6, 7]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (1, []), (SINK - 1, []), (SINK, []), (SINK + RECENT - 1, []), (SINK + RECENT, []), (SINK + RECENT + 1, [4]),
+        (SINK + RECENT + 4, [4, 5, 6, 7]),
+    ],
+)  # fmt: skip
 def test_candidates_are_all_but_sink_and_recent(prompt: int, expected: list[int]):
     """Eq. 2; without a sink the first token is a candidate."""
     assert allowed(prefilled(prompt)) == expected

@@ -74,10 +74,13 @@ def test_min_gap_does_not_hold_t_max_back_and_a_trigger_is_named_when_both_are_d
     assert slow_steps(text(9), t_max=2, min_gap=8) == {3: "t_max", 6: "t_max", 9: "t_max"}
 
 
-@pytest.mark.parametrize(("policy", "expected"), [
-    ("boundary", {4: "trigger", 8: "t_max"}), ("t-max", {4: "t_max", 8: "t_max"}), ("stride", {5: "stride"}),
-    ("never", {}), ("always", dict.fromkeys(range(1, 10), "always")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("boundary", {4: "trigger", 8: "t_max"}), ("t-max", {4: "t_max", 8: "t_max"}), ("stride", {5: "stride"}),
+        ("never", {}), ("always", dict.fromkeys(range(1, 10), "always")),
+    ],
+)  # fmt: skip
 def test_each_policy_asks_its_own_question(policy: str, expected: dict[int, str]):
     tokens = text(9, 3)
     assert slow_steps(tokens, trigger_policy=policy, t_max=3, stride=5) == expected
@@ -208,28 +211,34 @@ def texts_for(tokenizer, trigger, triggers=PUNCTUATION):
     return {text for _, text in build_trigger_set(tokenizer, triggers).chosen[trigger]}
 
 
-@pytest.mark.parametrize(("trigger", "texts"), [
-    (".", {".", " .", "...", '."', ".)", ".\n", ".**", "?.", "。", "。」", "．"}),  # noqa: RUF001
-    ("?", {"?", '?"', "？"}),  # noqa: RUF001
-    ("!", {"!", "!!", "?!", "！"}),  # not the inequality operator  # noqa: RUF001
-    (";", {";", "};\n", "；"}),  # noqa: RUF001
-    ("\n", {"\n", ".\n", "};\n", ")\n", ":\n", "\n\n", " \n", "\n  "}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trigger", "texts"),
+    [
+        (".", {".", " .", "...", '."', ".)", ".\n", ".**", "?.", "。", "。」", "．"}),  # noqa: RUF001
+        ("?", {"?", '?"', "？"}),  # noqa: RUF001
+        ("!", {"!", "!!", "?!", "！"}),  # not the inequality operator  # noqa: RUF001
+        (";", {";", "};\n", "；"}),  # noqa: RUF001
+        ("\n", {"\n", ".\n", "};\n", ")\n", ":\n", "\n\n", " \n", "\n  "}),
+    ],
+)
 def test_each_of_the_papers_triggers_takes_its_tokens(byte_level, trigger, texts):
     assert texts_for(byte_level, trigger) == texts
 
 
-@pytest.mark.parametrize(("trigger", "texts"), [
-    ("\n\n", {"\n\n"}),
-    ("Mr.", {"Mr.", " Mr."}),  # listed, an abbreviation is chosen with and without its space
-    ("...", {"..."}),
-    (".\n", {".\n"}),  # does not bring the bare mark
-    ("。", {"。", "。」"}),  # does not bring the ASCII mark
-    ("」", {"」", "。」"}),
-    ("</think>", {"</think>"}),
-    ("<|.|>.", {"<|.|>."}),  # a special token, by its own name
-    ("###", {"###", " ###"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("trigger", "texts"),
+    [
+        ("\n\n", {"\n\n"}),
+        ("Mr.", {"Mr.", " Mr."}),  # listed, an abbreviation is chosen with and without its space
+        ("...", {"..."}),
+        (".\n", {".\n"}),  # does not bring the bare mark
+        ("。", {"。", "。」"}),  # does not bring the ASCII mark
+        ("」", {"」", "。」"}),
+        ("</think>", {"</think>"}),
+        ("<|.|>.", {"<|.|>."}),  # a special token, by its own name
+        ("###", {"###", " ###"}),
+    ],
+)
 def test_a_trigger_of_the_user_takes_its_tokens(byte_level, trigger, texts):
     assert texts_for(byte_level, trigger, [trigger]) == texts
 

@@ -340,15 +340,18 @@ for _ in range(5000):
     NESTED = [NESTED]
 
 
-@pytest.mark.parametrize(("make", "part"), [
-    (lambda: {"sfi.t_max": 10**400}, "t_max must be at most 9,007,199,254,740,992, got 1000"),
-    (lambda: {"sfi.min_gap": 10**5000}, "min_gap must be at most 9,007,199,254,740,992, got int too long"),
-    (lambda: {"sfi.random_rate": 10**400}, "random_rate must be float"),
-    (lambda: {"sfi.trigger_policy": "x\x1b[2J" * 10**6}, "unknown trigger_policy"),
-    (lambda: {"sfi." + "x" * 10**6: 1}, "is no setting of one request"),
-    (lambda: {"sfi.stride": NESTED}, "list too long to show"),
-    (lambda: [("sfi.t_max", 3)], "settings must be numbers, got AttributeError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: {"sfi.t_max": 10**400}, "t_max must be at most 9,007,199,254,740,992, got 1000"),
+        (lambda: {"sfi.min_gap": 10**5000}, "min_gap must be at most 9,007,199,254,740,992, got int too long"),
+        (lambda: {"sfi.random_rate": 10**400}, "random_rate must be float"),
+        (lambda: {"sfi.trigger_policy": "x\x1b[2J" * 10**6}, "unknown trigger_policy"),
+        (lambda: {"sfi." + "x" * 10**6: 1}, "is no setting of one request"),
+        (lambda: {"sfi.stride": NESTED}, "list too long to show"),
+        (lambda: [("sfi.t_max", 3)], "settings must be numbers, got AttributeError"),
+    ],
+)
 def test_no_client_can_send_what_ends_the_server_or_fills_its_log(make, part):
     settings = RequestSettings.of(make(), SfiConfig(), lambda _: None)
     assert not settings.enabled
