@@ -1,3 +1,5 @@
+"""Running `sfi` in a process of its own."""
+
 import os
 import sys
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""`sfi bench` and `sfi kernel-bench` from the outside: what they print and write, and how they say no."""
+
 import json
 import re
 import sys

@@ -1,3 +1,5 @@
+"""`sfi eval` and `sfi lm-eval`: what they write, show, refuse and go on with; no network."""
+
 import json
 import sys
 from collections import Counter

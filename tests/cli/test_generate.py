@@ -1,3 +1,5 @@
+"""`sfi generate` from the outside: what it prints, and how it says no."""
+
 import io
 import json
 import re

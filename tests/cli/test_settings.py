@@ -1,3 +1,5 @@
+"""The command line as a whole; `--set`, `--config`, and `sfi config list`."""
+
 import json
 import signal
 import subprocess

@@ -1,3 +1,5 @@
+"""`sfi trace import`, `export` and `sql` from the outside."""
+
 import csv
 import gzip
 import json

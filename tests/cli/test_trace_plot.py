@@ -1,3 +1,5 @@
+"""`sfi trace plot` and `sfi trace report`: which files come, and what is refused."""
+
 import pytest
 
 from sfi_cli.commands.trace.report import plot, report

@@ -1,3 +1,5 @@
+"""`sfi trace record` and `sfi generate --trace` from the outside."""
+
 import json
 import os
 import shutil

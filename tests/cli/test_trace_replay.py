@@ -1,3 +1,5 @@
+"""`sfi trace replay` and `sfi trace diff`: tables, JSON, and what is refused."""
+
 import json
 import shutil
 

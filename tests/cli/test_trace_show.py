@@ -1,3 +1,5 @@
+"""`sfi trace show` and `sfi trace check` from the outside."""
+
 import json
 import subprocess
 import sys

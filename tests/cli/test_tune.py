@@ -1,3 +1,5 @@
+"""`sfi tune`: from traces to a file for --config, and each bad input."""
+
 import json
 import os
 import re

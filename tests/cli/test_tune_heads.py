@@ -1,3 +1,5 @@
+"""`sfi tune heads`: from texts to a head file, beside `sfi tune DIR...`."""
+
 import json
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Running `sfi` in this process."""
+
 import json
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,3 +1,5 @@
+"""What the core's tests share: a tiny random model, the bundled tokenizer, and poisoned memory."""
+
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,3 +1,5 @@
+"""The tree of errors a user can mend, and their exit codes."""
+
 from sfi_core import errors
 
 CODES = {

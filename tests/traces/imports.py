@@ -1,3 +1,5 @@
+"""Files to import, made up, and what is in them."""
+
 import numpy as np
 
 PROMPT, STEPS, LAYERS, K = 20, 12, 3, 6

@@ -1,3 +1,5 @@
+"""The folder of an evaluation, what its rows come to, its figure and that of a benchmark."""
+
 import errno
 import json
 import re

@@ -1,3 +1,5 @@
+"""Figures of a trace: what is on their axes, and that they are drawn."""
+
 import numpy as np
 import pytest
 

@@ -1,3 +1,5 @@
+"""The notebook still runs, and still finds what is stored in it."""
+
 import json
 import os
 import re

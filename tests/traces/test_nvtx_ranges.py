@@ -1,3 +1,5 @@
+"""Ranges that reach a profiler."""
+
 import os
 import shutil
 import subprocess

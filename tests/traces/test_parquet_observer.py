@@ -1,3 +1,5 @@
+"""What a recorded run becomes on disk."""
+
 import contextlib
 import hashlib
 import json

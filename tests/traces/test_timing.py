@@ -1,3 +1,5 @@
+"""How long spans took."""
+
 import time
 from types import SimpleNamespace
 

@@ -1,3 +1,5 @@
+"""Tokens become text as they come."""
+
 from random import Random
 
 import pytest

@@ -1,3 +1,5 @@
+"""What the tests of measuring share: small buffers for clocks, and a model with its tokenizer."""
+
 from itertools import chain
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tokenizers of the SentencePiece kind, from the metadata of a GGUF file."""
+
 import random
 from itertools import pairwise
 

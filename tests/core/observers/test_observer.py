@@ -1,3 +1,5 @@
+"""Observers: several act as one, and none costs nothing."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""The head file: what it keeps, what it refuses, which models it fits, and which file a run takes."""
+
 import json
 import shutil
 from pathlib import Path

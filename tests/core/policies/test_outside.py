@@ -1,3 +1,5 @@
+"""Policies that other packages bring, by entry points."""
+
 import re
 import tomllib
 from pathlib import Path
