@@ -1,7 +1,6 @@
 """A prompt that begins like one before: its beginning comes from a `PromptCache`, and it leaves itself there."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -39,10 +38,7 @@ class KnownPrompt:
             raise InputError("a prompt cache must have the model's layers, heads and widths, got others")
         self._known, self._session, self._cache = known, session, cache
         self._prompts, self._leaves = prompts, leaves
-        self._hosted, self._in_pieces = any(shape.hosted for shape in session.shapes()), False
-        with suppress(UnsupportedModelError):
-            session.state_checks.passes("a prompt in pieces")
-            self._in_pieces = True
+        self._hosted = any(shape.hosted for shape in session.shapes())
         self._after: dict[int, dict[str, Any]] = {}
 
     @property
@@ -50,11 +46,19 @@ class KnownPrompt:
         assert self._cache.run is not None, "the run has begun"
         return self._cache.run
 
+    def _in_pieces(self) -> bool:
+        # tried at the first use: it takes passes of the model
+        try:
+            self._session.state_checks.passes("a prompt in pieces")
+        except UnsupportedModelError:
+            return False
+        return True
+
     def begin(self, ids_BT: torch.Tensor) -> int:
         """Begin the run with what is known of the prompts, padded on the left; return the column to go on from."""
         known, run, prompts = self._known, self._run, self._prompts
         window, width = run.policy.config.window_prefill, ids_BT.shape[1]
-        column = known.column(prompts, window, hosted=self._hosted) if known.tokens and self._in_pieces else 0
+        column = known.column(prompts, window, hosted=self._hosted) if known.tokens and self._in_pieces() else 0
         if not column:
             return 0
         count = [max(0, column - width + len(prompt)) for prompt in prompts]
@@ -78,7 +82,7 @@ class KnownPrompt:
     def stops(self, stops: Sequence[int]) -> Sequence[int]:
         """Return where pieces of the prompts end that would end at `stops`."""
         *_, width = stops
-        extra = {width - TAIL} if self._leaves and self._hosted and self._in_pieces else set()
+        extra = {width - TAIL} if self._leaves and self._hosted and self._in_pieces() else set()
         return sorted({*stops, *(place for place in extra if place > max(self._after, default=0))})
 
     def see(self, place: int) -> None:
