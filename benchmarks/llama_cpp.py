@@ -3,7 +3,8 @@
     pip install xllamacpp                       in an environment of its own, whose interpreter --python names
     python benchmarks/llama_cpp.py MODEL.gguf TEXT --python ENV/bin/python --output benchmarks/results/NAME.json
 
-The prompt is the first tokens of TEXT; every run, a process of its own, really reads it. llama.cpp computes with the
+The prompt is the first tokens of TEXT; every run, a process of its own, really reads it, but for sfi's runs after the
+first with --prompt-cache. llama.cpp computes with the
 file's quantized weights, and so does sfi. On a CPU.
 """
 
@@ -58,7 +59,8 @@ def by_sfi(asked: dict[str, Any]) -> dict[str, Any]:
     """Decode with `sfi_core.generate`, after a short run that compiles what the measured one needs."""
     import torch  # noqa: PLC0415 - not in llama.cpp's environment
 
-    from sfi_core import SfiConfig, generate, load  # noqa: PLC0415
+    from sfi_core import PromptCache, SfiConfig, generate, load  # noqa: PLC0415
+    from sfi_core.engine.prompt_cache import FILE  # noqa: PLC0415
 
     model, tokenizer = load(asked["model"], device="cpu")
     recent = asked.get("recent", 128)
@@ -69,18 +71,26 @@ def by_sfi(asked: dict[str, Any]) -> dict[str, Any]:
         torch.set_num_threads(asked["threads"])  # the prompt has been read
         at.append(time.perf_counter())
 
-    for prompt, tokens in ((asked["prompt"][:SHORT], WARM), (asked["prompt"], asked["tokens"])):
+    folder, cache = asked["prompt_cache"], None
+    if folder is not None:
+        cache = PromptCache.load(folder) if (Path(folder) / FILE).exists() else PromptCache()
+    for prompt, tokens, known in (
+        (asked["prompt"][:SHORT], WARM, None), (asked["prompt"], asked["tokens"], cache)
+    ):  # fmt: skip
         torch.set_num_threads(asked["prompt_threads"])
         at[:] = [time.perf_counter()]
         result = generate(
             model, tokenizer, [prompt], config, policy=asked["policy"], max_new_tokens=tokens, stop_token_ids=(),
-            on_token=on_token,
+            on_token=on_token, cache=known,
         )  # fmt: skip
+    if cache is not None:
+        cache.save(folder)
     report = result.report.requests[0]
     return {
         "prompt_tokens": report.prompt_tokens,
+        "cached_prompt_tokens": report.cached_prompt_tokens,
         "decode_tokens_per_second": (len(at) - 2) / (at[-1] - at[1]),
-        "prompt_tokens_per_second": report.prompt_tokens / (at[1] - at[0]),
+        "prompt_tokens_per_second": (report.prompt_tokens - report.cached_prompt_tokens) / (at[1] - at[0]),
         "read_ratio": report.read_ratio + report.selection_ratio,
     }
 
@@ -107,6 +117,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         request = {
             "model": asked.model, "threads": asked.threads, "tokens": asked.tokens, "context": context,
             "prompt_threads": asked.prompt_threads or asked.threads, "prompt": ids[:context],
+            "prompt_cache": asked.prompt_cache and f"{asked.prompt_cache}-{context}",
         }  # fmt: skip
         for repeat in range(asked.repeats):
             for name in asked.methods:
@@ -148,6 +159,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt-threads", type=int, help="of reading the prompt; the same unless given")
+    parser.add_argument("--prompt-cache", help="a folder a context, by this name: sfi reads each prompt once")
     parser.add_argument("--methods", nargs="*", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
