@@ -27,9 +27,20 @@ def each_value(*axes):
     return [_taken(values, places) for places in _rounds(values)]
 
 
+def first(cases, number: int = 1) -> list:
+    """Return cases of which the default run has the first `number`; a tuple is a case's values."""
+    return [_marked(each, kept=place < number) for place, each in enumerate(cases)]
+
+
 def case(*values, kept: bool = False):
     """Return a parameter set that the default run leaves out, unless it is kept."""
     return pytest.param(*values, marks=() if kept else pytest.mark.exhaustive)
+
+
+def _marked(each, *, kept: bool):
+    if isinstance(each, type(pytest.param())):
+        return each if kept else pytest.param(*each.values, marks=(*each.marks, pytest.mark.exhaustive), id=each.id)
+    return case(*(each if isinstance(each, tuple) else (each,)), kept=kept)
 
 
 def _rounds(values: list[list]) -> list[tuple[int, ...]]:

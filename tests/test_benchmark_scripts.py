@@ -57,6 +57,7 @@ def test_what_is_no_part_is_refused():
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.exhaustive
 def test_a_part_that_fails_runs_again_and_the_archive_has_what_there_is(tmp_path: Path):
     """The slow part ends with its share of the time; the parts behind it have theirs."""
     python = tmp_path / "python"

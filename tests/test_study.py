@@ -149,6 +149,7 @@ def test_places_tell_a_boundary_from_the_steps_within():
     assert {tuple(np.flatnonzero(other_N == 0)) for other_N in others} == {(2, 6), (2, 7)}
 
 
+@pytest.mark.exhaustive
 def test_every_part_runs_and_is_reported(study, tmp_path):
     for table in ("apart", "ablation", "granularity"):
         study("fidelity", *WINDOW, "--windows", "2", "--table", table)

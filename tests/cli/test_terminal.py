@@ -79,6 +79,7 @@ def test_a_reader_of_a_pipe_gets_a_line_at_most_every_ten_seconds(monkeypatch, c
     assert 2 <= capsys.readouterr().err.count("measuring") <= 4
 
 
+@pytest.mark.exhaustive
 def test_a_closed_pipe_ends_a_command_without_a_word(command, environment, tmp_path):
     folder = make_trace(tmp_path / "run", steps=200)
     words = [*command, "trace", "export", str(folder), "--format", "perfetto"]

@@ -113,6 +113,7 @@ def test_a_key_goes_to_the_next_step_that_differs_from_full_attention_and_it_say
     play(trace, check)
 
 
+@pytest.mark.exhaustive
 def test_it_plays_to_the_end_at_its_speed(trace):
     async def check(app, pilot):
         # far from the end, which a slow machine must not reach meanwhile
@@ -168,6 +169,7 @@ def test_without_textual_a_line_says_how_to_install_it(monkeypatch, trace):
         raising("trace", "replay", trace.path, "--play")
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_is_given_back(command, environment, trace):
     words = [*command, "trace", "replay", str(trace.path), "--play"]
     with Terminal(words, environment) as terminal:

@@ -17,6 +17,7 @@ def trace(tmp_path):
     return make_trace(tmp_path / "run", steps=15, policy="sfi", sentence=5)
 
 
+@pytest.mark.exhaustive
 def test_plot_and_report_write_beside_the_trace(trace, tmp_path):
     result = command("plot", trace)
     assert (result.code, result.stdout) == (0, "")

@@ -129,6 +129,7 @@ def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
     assert str(error).endswith("[tune]'")
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_writes_the_best_so_far(command, environment, full, folder):
     worker = subprocess.Popen(
         [*command, "tune", str(full), "--trials", "5000"], cwd=folder, env=environment, stdout=subprocess.PIPE,

@@ -124,6 +124,7 @@ def pairs():
             yield pytest.param(command, fault, id=f"{command}-{fault}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("command", "fault"), list(pairs()))
 def test_a_fault_ends_in_one_line_and_leaves_nothing_half(forks, inputs, tmp_path, command, fault):
     place = tmp_path / "place"
@@ -158,6 +159,7 @@ def kills():
 SECONDS: dict[str, float] = {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("command", "seed"), list(kills()))
 def test_a_killed_run_can_be_read_and_tried_again(forks, inputs, tmp_path, command, seed):
     place = tmp_path / "place"

@@ -25,6 +25,7 @@ from sfi_kernels.step_descriptor import (
     StepRequest,
     describe_step,
 )
+from tests.covering import first
 from tests.fakes import causal_mask, error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
 
@@ -337,7 +338,7 @@ class Verification(Step):
             torch.testing.assert_close(sums, in_J, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", first([torch.float32, torch.float16, torch.bfloat16]))
 def test_requests_with_any_number_of_queries_share_a_step(backend: str, dtype: torch.dtype):
     Verification(backend, DRAFTED, DRAFT_MODES, dtype=dtype).assert_plain()
 

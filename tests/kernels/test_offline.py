@@ -103,6 +103,7 @@ def compiled(told) -> dict[tuple[str, str], dict]:
     return {(row["kernel"], row["arch"]): row for row in told["compiled"]}
 
 
+@pytest.mark.exhaustive
 def test_registers_spills_and_buffers_are_what_the_compiler_made(compiled):
     """The buffers are the tiles in the pipeline."""
     row = compiled["product [small]", "sm_80"]

@@ -74,6 +74,7 @@ def compiled() -> list[dict]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.exhaustive
 def test_no_warp_repeats_a_product_and_nothing_spills(compiled):
     """A warp takes 16 rows of a tile, and 8 columns where rows are not enough."""
     assert len(compiled) == 6

@@ -25,6 +25,7 @@ from sfi_traces.summary import summarize
 from sfi_traces.summary.diff import compare
 from sfi_traces.views.frames import playable
 from tests.core.conftest import tiny_qwen3
+from tests.covering import first
 from tests.traces.made import make_trace
 from tests.traces.small import last_of_bin, rows, section
 from tests.traces.test_recorded import bundled, complete
@@ -235,7 +236,7 @@ def plain() -> list[list[int]]:
     return ids_of(complete(SfiConfig(), policy="full-kv"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", first(CASES))
 def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     config, policy = settings(name), name if name in POLICIES else "sfi"
     untraced = ids_of(complete(config, policy=policy, engine=LOSSLESS))

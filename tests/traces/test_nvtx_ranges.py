@@ -94,6 +94,7 @@ def listener(monkeypatch) -> Listener:
     return domain
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc to build what listens")
 def test_a_listener_hears_every_run_step_and_span(tmp_path):
     library, heard = tmp_path / "listener.so", tmp_path / "heard"

@@ -337,6 +337,7 @@ def child(folder) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", CHILD, str(folder)], env=environment)
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_leaves_a_trace_up_to_its_last_parts(tmp_path):
     folder = tmp_path / "trace"
     process = child(folder)

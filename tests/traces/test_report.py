@@ -241,11 +241,13 @@ def visited(browser, file: Path):
     assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
 
 
+@pytest.mark.exhaustive
 def test_the_example_in_the_docs_works_in_a_browser(browser):
     with visited(browser, DOCS / "report.html") as page:
         _every_figure_is_drawn(page, [name for name in FIGURES if name != "lambda"])  # at its clip: not drawn
 
 
+@pytest.mark.exhaustive
 def test_a_report_with_a_packed_plotly_works_in_a_browser(browser, sfi, tmp_path):
     small = run_path(str(DOCS / "small_report.py"))["small"]
     page, file = render(sfi), tmp_path / "small.html"

@@ -312,6 +312,7 @@ def confirmed(loaded, bundled, bundled_supports):
     return rows, speed, told
 
 
+@pytest.mark.exhaustive
 def test_a_prediction_is_close_to_what_the_run_measures(confirmed):
     rows, speed, told = confirmed
     for row in rows[:2]:

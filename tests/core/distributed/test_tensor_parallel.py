@@ -75,6 +75,7 @@ def ranks(folder, ended) -> list[dict]:
     return [json.loads(path.read_text()) for path in written]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_choose_and_select_what_one_process_does(name, one, ranks):
     for rank in ranks:

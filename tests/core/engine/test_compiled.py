@@ -26,6 +26,7 @@ from sfi_kernels.compiled import telling
 from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.loops import attention
 from tests.architectures import SMALL, prompts, tiny
+from tests.covering import first
 from tests.fakes import Listener, RecordingObserver, positions
 
 pytest.importorskip("numba")
@@ -141,6 +142,7 @@ if not why_not():
 """
 
 
+@pytest.mark.exhaustive
 def test_a_compilation_is_told_once_and_kept_where_a_folder_can_be_written(tmp_path):
     assert fresh(tmp_path, SCRIPT) == "usable compiling 1 33 kept\n"
     assert fresh(tmp_path, SCRIPT) == "usable 1 33 kept\n"
@@ -295,13 +297,13 @@ OF_THE_ENGINE = ["quest", "freekv", "synckv", "oracle-top-k", "random-k"]  # who
 
 
 @pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan", "snapkv", "streaming-llm", *OF_THE_ENGINE])
-@pytest.mark.parametrize("label", ["qwen2", "qwen3"])  # biases; norms of heads
+@pytest.mark.parametrize("label", first(["qwen2", "qwen3"]))  # biases; norms of heads
 def test_a_ragged_batch(label: str, policy: str):
     ours, _ = assert_same_steps(label, policy)
     assert ours.paths.get("step.eager", 0) == 0
 
 
-@pytest.mark.parametrize("policy", ["sfi", "codescan", "quest"])
+@pytest.mark.parametrize("policy", first(["sfi", "codescan", "quest"]))
 @pytest.mark.parametrize(
     "options",
     [{"lossless": True}, {"page_size": 16}, {"max_batch": 2}, {"lossless": True, "max_batch": 2}],
@@ -313,12 +315,15 @@ def test_other_batches(policy: str, options: dict):
 
 @pytest.mark.parametrize(
     ("policy", "options"),
-    [
-        ("sfi", {}),
-        ("codescan", {"rows": prompts(70, 30), "max_batch": 1}),
-        ("quest", {}),
-        ("sfi", {"audit": AuditConfig(every=5)}),
-    ],
+    first(
+        [
+            ("sfi", {}),
+            ("codescan", {"rows": prompts(70, 30), "max_batch": 1}),
+            ("quest", {}),
+            ("sfi", {"audit": AuditConfig(every=5)}),
+        ],
+        2,
+    ),
     ids=["sfi", "one after the other", "quest", "audited"],
 )
 def test_sliding_windows_of_one_request(policy: str, options: dict):
@@ -330,7 +335,7 @@ def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
     assert_same_steps("gemma-2", "full-kv", rows=ROWS[:1])  # and soft caps
 
 
-@pytest.mark.parametrize("policy", ["full-kv", "sfi", "codescan"])
+@pytest.mark.parametrize("policy", first(["full-kv", "sfi", "codescan"]))
 def test_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
     monkeypatch.setattr(replays.ModelPass, "threads", 500)
     monkeypatch.setattr(compiled_steps, "PART", 8)
@@ -352,7 +357,7 @@ def test_evidence_of_a_layer_at_a_time(monkeypatch: pytest.MonkeyPatch):
     assert_same_steps("llama", "sfi")
 
 
-@pytest.mark.parametrize("policy", ["sfi", "codescan"])
+@pytest.mark.parametrize("policy", first(["sfi", "codescan"]))
 def test_a_layer_that_is_left_dense(monkeypatch: pytest.MonkeyPatch, policy: str):
     dense = {name: globals()[name].replace(dense_layers=(0,)) for name in ("SMALL", "CHOOSING")}
     for name, config in dense.items():
@@ -360,7 +365,7 @@ def test_a_layer_that_is_left_dense(monkeypatch: pytest.MonkeyPatch, policy: str
     assert_same_steps("llama", policy, rows=ROWS[:2])
 
 
-@pytest.mark.parametrize("policy", ["sfi", "quest"])
+@pytest.mark.parametrize("policy", first(["sfi", "quest"]))
 def test_audited_steps_run_module_by_module(policy: str):
     ours, seen = assert_same_steps("qwen3", policy, audit=AuditConfig(every=5))
     assert ours.paths["step.eager"]
@@ -381,8 +386,8 @@ def logits_of(model, policy: str, **options) -> torch.Tensor:
     return torch.cat(steps)
 
 
-@pytest.mark.parametrize("policy", ["full-kv", "quest"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("policy", first(["full-kv", "quest"]))
+@pytest.mark.parametrize("dtype", first([torch.bfloat16, torch.float16]))
 def test_a_model_of_16_bits_is_as_close_to_its_weights_in_float32(dtype: torch.dtype, policy: str):
     model = copy.deepcopy(tiny("qwen2")).to(dtype)
     compiled, eager = logits_of(model, policy), logits_of(model, policy, graphs=False)
@@ -390,8 +395,8 @@ def test_a_model_of_16_bits_is_as_close_to_its_weights_in_float32(dtype: torch.d
     assert (compiled - exact).abs().mean() <= (eager - exact).abs().mean()
 
 
-@pytest.mark.parametrize("policy", ["full-kv", "sfi", "quest"])  # codescan chooses others among near ties
-@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("policy", first(["full-kv", "sfi", "quest"], 2))  # codescan chooses others among near ties
+@pytest.mark.parametrize("kv_dtype", first(["float16", "bfloat16"]))
 def test_a_cache_of_16_bits_beside_a_model_of_float32(kv_dtype: str, policy: str):
     model, step = tiny("qwen3"), torch.finfo(getattr(torch, kv_dtype)).eps
     compiled, eager, exact = (
@@ -410,7 +415,7 @@ def test_a_model_that_is_not_known_says_so(label: str, module: str):
     assert "step.compiled" not in report.paths
 
 
-@pytest.mark.parametrize(("width", "compiles"), [(8, True), (20, False), (24, True)])
+@pytest.mark.parametrize(("width", "compiles"), first([(8, True), (20, False), (24, True)], 2))
 def test_heads_of_any_width_give_the_same(width: int, compiles: bool):
     sizes = {"head_dim": width, "num_attention_heads": 16, "num_key_value_heads": 8, "initializer_range": 0.3}
     config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=300, **sizes)

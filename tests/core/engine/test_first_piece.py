@@ -8,6 +8,7 @@ import torch
 from sfi_core.engine import attend
 from tests.architectures import tiny
 from tests.core.engine.test_triton_backend import PROMPTS, complete, tokens
+from tests.covering import first
 from tests.fakes import causal_mask, error_bound, plain_attention
 
 B, H, G, T, D = 3, 2, 2, 20, 16
@@ -43,7 +44,7 @@ def test_each_request_attends_causally_to_its_own_tokens(dtype: torch.dtype, cou
             torch.testing.assert_close(got, expected, rtol=2 * eps, atol=2 * atol)
 
 
-@pytest.mark.parametrize(("chunk", "fused", "kernel"), [(0, 3, 0), (40, 1, 3)])
+@pytest.mark.parametrize(("chunk", "fused", "kernel"), first([(0, 3, 0), (40, 1, 3)]))
 def test_a_ragged_batch_gets_the_references_tokens(forced, chunk: int, fused: int, kernel: int):
     """In pieces of 40 the longest prompt begins alone; the others' first piece is its second."""
     run, wanted = (complete(name, prefill_chunk=chunk, max_new_tokens=2) for name in ("triton", "torch"))

@@ -22,6 +22,7 @@ from sfi_core.settings.config import DraftConfig
 from sfi_kernels.pack import pack
 from tests.architectures import tiny
 from tests.core.conftest import TINY, tiny_qwen3
+from tests.covering import first
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
 from tests.fakes import Listener, RecordingObserver, positions
 
@@ -111,7 +112,7 @@ def test_a_policy_sees_its_request_s_tokens_and_none_behind_them(complete, monke
     assert len(kept) > 2  # there is a slow step after the prompt's
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("qwen3", {0, 1, 2}), ("llama", {1, 2, 3})])
+@pytest.mark.parametrize(("name", "sizes"), first([("qwen3", {0, 1, 2}), ("llama", {1, 2, 3})]))
 def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
     """A ragged batch; requests are slow alone and together: every size of the slow lists is replayed."""
     eager, graphed = complete(False, name), complete(True, name)
@@ -126,7 +127,9 @@ def test_replayed_steps_are_the_eager_ones(complete, recorder, name, sizes):
 
 @pytest.mark.parametrize(
     "change",
-    [{"recent_mode": "sliding", "dense_layers": (1,)}, {"sink": 0, "recent": 25, "budget": 60}, {"page_size": 6}],
+    first(
+        [{"recent_mode": "sliding", "dense_layers": (1,)}, {"sink": 0, "recent": 25, "budget": 60}, {"page_size": 6}]
+    ),
     ids=str,
 )
 def test_every_setting_can_be_replayed(complete, change):
@@ -141,6 +144,7 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
     assert recorder.tapes == {"prior-only": 2}.get(policy, 1)
 
 
+@pytest.mark.exhaustive
 def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     """With the kernels that choose. Before the third replay, and without waiting for the device, the second
     prompt learns its first basis; the first one learns its own again before the fourth."""
@@ -185,7 +189,7 @@ LOSSLESS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LOSSLESS)
+@pytest.mark.parametrize("case", first(LOSSLESS, 2))
 def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
     """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between."""
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
@@ -272,6 +276,7 @@ def test_kernels_are_counted_at_each_replay(complete, monkeypatch):
     assert [kernel.name for kernel in graphed.kernels] == ["pack"]
 
 
+@pytest.mark.exhaustive
 def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
     model = tiny_qwen3(layers=1)
     config = CONFIG.replace(trigger_token_ids=(), t_max=1)
@@ -289,7 +294,7 @@ def test_the_kernels_themselves_can_be_replayed(monkeypatch, recorder):
     assert runs[1].kernels == runs[0].kernels
 
 
-@pytest.mark.parametrize("look", ["item", "tensor"])
+@pytest.mark.parametrize("look", first(["item", "tensor"]))
 def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, recorder, look):
     """Its logits are those of every step; asked for graphs, it is refused instead."""
     looks = {"item": lambda x: x.sum().item(), "tensor": lambda x: x + torch.tensor([1.0])}

@@ -105,6 +105,7 @@ def test_a_step_that_breaks_off_selects_no_more():
     assert done == [["second"]]
 
 
+@pytest.mark.exhaustive
 def test_both_schedules_of_the_triton_backend_choose_alike(model, monkeypatch):
     """Each layer by itself, as beside the next layers, or all together at the step's end."""
     use_references(monkeypatch)

@@ -9,6 +9,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.policies import POLICIES
 from sfi_core.settings.config import SyncKVConfig
 from tests.architectures import tiny
+from tests.covering import first
 from tests.fakes import RecordingObserver
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -34,7 +35,7 @@ def shared(tiny_model):
     return read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, engine=EngineOptions(prefill_chunk=16))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", first(POLICIES, 4))
 def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model, shared, policy: str):
     """Twice, so that a run that spoils the prompt for the next would show."""
     own = complete(tiny_model, policy, engine=EngineOptions(prefill_chunk=16)).report.requests
@@ -56,7 +57,7 @@ def test_the_observers_and_the_audit_see_the_same_run(tiny_model, shared):
     assert all(torch.equal(left.index_HK, right.index_HK) for left, right in pairs)
 
 
-@pytest.mark.parametrize("label", ["gemma-2", "deepseek-v3", "gpt-oss", "lfm2", "gemma-3n"])
+@pytest.mark.parametrize("label", first(["gemma-2", "deepseek-v3", "gpt-oss", "lfm2", "gemma-3n"], 2))
 def test_sliding_layers_states_soft_caps_sinks_and_latents_come_along(label: str):
     model = tiny(label)
     rows = [list(range(5, 45)), list(range(9))]

@@ -12,7 +12,7 @@ from sfi_core.errors import BackendError
 from sfi_core.settings.config import DraftConfig, FreeKVConfig, SyncKVConfig
 from tests.architectures import BY_LABEL, prompts, tiny
 from tests.core.conftest import tiny_qwen3
-from tests.covering import case
+from tests.covering import case, first
 from tests.fakes import RecordingObserver, positions, tokens, use_references
 
 VOCAB, NEW = 96, 4
@@ -52,7 +52,9 @@ def recorded(backend: str):
     return result, observer
 
 
-@pytest.mark.parametrize(("policy", "more"), [*((one, {}) for one in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])
+@pytest.mark.parametrize(
+    ("policy", "more"), first([*((policy, {}) for policy in KINDS_OF_POLICY), ("codescan", {"max_batch": 1})])
+)
 def test_every_policy_gives_the_tokens_of_the_references(policy: str, more, monkeypatch: pytest.MonkeyPatch):
     """A ragged batch whose requests are slow at different steps, or wait; the prompt comes in pieces."""
     monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not asked for")
@@ -74,10 +76,12 @@ def test_every_policy_gives_the_tokens_of_the_references(policy: str, more, monk
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"recent_mode": "sliding", "dense_layers": (1,), "span": 3, "slow_start": 2},
-        {"page_size": 6, "budget": 15, "sink": 0, "recent": 25},
-    ],
+    first(
+        [
+            {"recent_mode": "sliding", "dense_layers": (1,), "span": 3, "slow_start": 2},
+            {"page_size": 6, "budget": 15, "sink": 0, "recent": 25},
+        ]
+    ),
     ids=str,
 )
 def test_every_setting_gives_the_tokens_of_the_references(change: dict, monkeypatch: pytest.MonkeyPatch):
@@ -93,6 +97,7 @@ def test_with_room_for_everything_it_is_full_attention(monkeypatch: pytest.Monke
     assert tokens(complete("triton", prompts, config=config)) == tokens(full)
 
 
+@pytest.mark.exhaustive
 def test_a_request_in_a_batch_gets_the_tokens_it_gets_alone():
     together = tokens(recorded("triton")[0])
     assert tokens(complete("triton", PROMPTS[1:2])) == together[1:2]
@@ -109,7 +114,7 @@ def test_a_request_that_ended_leaves_the_others_as_they_are(monkeypatch: pytest.
 
 
 @pytest.mark.seam
-@pytest.mark.parametrize("label", ["gemma-2", "gpt-oss", case("deepseek-v3")])
+@pytest.mark.parametrize("label", first(["gemma-2", "gpt-oss", case("deepseek-v3")]))
 def test_other_architectures_give_the_tokens_of_the_references(label: str):
     """Soft caps beside sliding layers; learned sinks; values of another width than keys."""
     other = BY_LABEL[label].build().to(DEVICE)
@@ -125,7 +130,7 @@ def test_transformers_own_loop_runs_on_the_kernels():
     assert session.report.backend == "triton"
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", first([1, 3]))
 def test_a_step_of_codescan_launches_five_kernels_a_layer(rows: int):
     """Whatever the batch: three that choose, of which the first appends, the attention and its join."""
     prompt, whole = (

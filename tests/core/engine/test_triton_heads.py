@@ -18,7 +18,7 @@ WAYS = {
     "synckv": ("synckv", {"synckv": EVEN}),
     "synckv sparse": ("synckv", {"synckv": {**EVEN, "suspension": "sparse"}}),
 }
-KEPT = ("freekv", "synckv")
+KEPT = ("freekv",)
 
 
 def run(backend: str, way: str, **options):

@@ -19,7 +19,7 @@ from sfi_core.settings.engine import DEFAULTS, EngineOptions
 from sfi_core.state.request import RequestState
 from sfi_kernels.code_scan.reference import words_of
 from tests.architectures import COMMON, WORKS, prompts, tiny
-from tests.covering import covering, each_value
+from tests.covering import covering, each_value, first
 from tests.fakes import RecordingObserver, tokens
 
 pytestmark = pytest.mark.seam
@@ -127,7 +127,7 @@ def test_the_cache_is_full_attentions(runs):
             torch.testing.assert_close(one[:, :, : other.shape[2]], other, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("label", ["qwen3", "gpt-oss"])
+@pytest.mark.parametrize("label", first(["qwen3", "gpt-oss"]))
 def test_company_changes_neither_tokens_nor_what_is_accepted(label):
     alone = [run(label, [row], draft="4").report.requests[0] for row in ROWS]
     options = [{"max_batch": 1, "engine": EngineOptions(prefill_chunk=5)}]
@@ -210,7 +210,7 @@ def test_models_with_sliding_windows_decode_one_request_at_a_time():
     assert run("gemma-3", ROWS).slots == 1
 
 
-@pytest.mark.parametrize("policy", ["quest", "codescan", "codescan compiled"])
+@pytest.mark.parametrize("policy", first(["quest", "codescan", "codescan compiled"]))
 def test_summaries_of_keys_forget_what_was_rejected(policy, runs, monkeypatch):
     policy, _, compiled = policy.partition(" ")
     if compiled:
@@ -278,7 +278,7 @@ def test_what_a_rejected_token_selected_is_never_read():
         assert report.reasons["rejected"] == len(after)
 
 
-@pytest.mark.parametrize("policy", ["codescan", "quest", "oracle-top-k"])
+@pytest.mark.parametrize("policy", first(["codescan", "quest", "oracle-top-k"]))
 def test_what_kept_steps_selected_is_told_at_their_own_steps(policy):
     """Each fast step selects for itself, and a verification for nobody."""
     seen = RecordingObserver()
@@ -292,6 +292,7 @@ def test_what_kept_steps_selected_is_told_at_their_own_steps(policy):
     assert all(one.evidence_position is None for one in seen.verifications)
 
 
+@pytest.mark.exhaustive
 def test_a_basis_of_the_prompt_asks_verifications_for_no_evidence(monkeypatch):
     asked, attend = [], Layer.dense_with_logits
     monkeypatch.setattr("sfi_kernels.compiled.why_not", lambda: "not installed")  # compiled steps have no such call

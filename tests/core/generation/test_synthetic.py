@@ -7,6 +7,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from sfi_core import EngineOptions, SfiConfig, slow_fast
 from sfi_core.generation.synthetic import BLOCK, SyntheticPrompt
 from sfi_core.hosts.transformers.decoder import Decoder
+from tests.covering import first
 
 CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, trigger_policy="stride", stride=3, budget=16, recent=8)
 
@@ -62,11 +63,13 @@ def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
 
 @pytest.mark.parametrize(
     ("policy", "context", "change"),
-    [
-        ("sfi", BLOCK + 77, {"recent_mode": "sliding"}),
-        ("freekv", 300, {"freekv": {"page": 8, "tau": 0.5}}),
-        ("synckv", 300, {"synckv": {"heads": "even"}}),
-    ],
+    first(
+        [
+            ("sfi", BLOCK + 77, {"recent_mode": "sliding"}),
+            ("freekv", 300, {"freekv": {"page": 8, "tau": 0.5}}),
+            ("synckv", 300, {"synckv": {"heads": "even"}}),
+        ]
+    ),
 )
 def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, context, change):
     """Thirty decoded tokens turn the ring of 8 + 1 recent tokens over more than once."""

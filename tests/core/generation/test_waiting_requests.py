@@ -8,7 +8,7 @@ import pytest
 from sfi_core import AuditConfig, EngineOptions, NullObserver, Sampling, Session, SfiConfig, generate
 from sfi_core.errors import ConfigError, NumericsError
 from tests.architectures import prompts, tiny
-from tests.covering import each_value
+from tests.covering import each_value, first
 from tests.fakes import RecordingObserver, break_logits, tokens
 
 pytestmark = pytest.mark.seam
@@ -51,13 +51,15 @@ def alone(label, way):
 
 @pytest.mark.parametrize(
     ("label", "max_batch"),
-    each_value(["llama", "qwen3", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3", "granite-4"], [2, 3, None, 1]),
+    first(
+        each_value(["llama", "qwen3", "granite-4", "gemma-2", "gpt-oss", "gpt-2", "deepseek-v3"], [2, 3, None, 1]), 3
+    ),
 )
 def test_a_request_gets_what_it_gets_alone(label, max_batch):
     assert reports(label, max_batch=max_batch) == alone(label, "sfi")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", first(WAYS, 2))
 def test_it_does_under_every_kind_of_policy_and_trigger(way):
     expected = alone("gemma-2", way)
     assert reports("gemma-2", max_batch=2, engine=pieces(10), **WAYS[way]) == expected

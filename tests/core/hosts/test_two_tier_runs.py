@@ -13,7 +13,7 @@ from sfi_core.policies.built_in import codescan
 from sfi_core.settings.engine import DeviceBudget, EngineOptions
 from sfi_core.state.side_stream import SideStream
 from tests.architectures import prompts, tiny
-from tests.covering import each_value
+from tests.covering import each_value, first
 from tests.fakes import RecordingObserver, tokens, use_references
 from tests.schedules import AnyTime, Lazy, Watching
 
@@ -79,8 +79,12 @@ def test_a_budget_changes_no_token(method: str, page: int):
 
 @pytest.mark.parametrize(
     ("label", "method"),
-    each_value(
-        ["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2", "falcon-h1", "gemma-4"], ["sfi", "freekv", "synckv"]
+    first(
+        each_value(
+            ["gemma-2", "gpt-oss", "cohere-2", "deepseek-v3", "gpt-2", "falcon-h1", "gemma-4"],
+            ["sfi", "freekv", "synckv"],
+        ),
+        3,
     ),
 )
 def test_a_budget_changes_no_token_of_other_architectures(label: str, method: str):
@@ -89,7 +93,9 @@ def test_a_budget_changes_no_token_of_other_architectures(label: str, method: st
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), each_value(METHODS, [{"max_batch": 1}, {"prefill_chunk": 7}, {"max_batch": 2}]), ids=str
+    ("method", "options"),
+    first(each_value(METHODS, [{"max_batch": 1}, {"prefill_chunk": 7}, {"max_batch": 2}]), 3),
+    ids=str,
 )
 def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict):
     expected = tokens(complete(method, **options))
@@ -132,7 +138,7 @@ def bundled():
     return model, tokenizer, find_task("bundled-recall").sample(tokenizer, 2800, 0).prompt
 
 
-@pytest.mark.parametrize("policy", ["sfi", "freekv"])
+@pytest.mark.parametrize("policy", first(["sfi", "freekv"]))
 def test_shares_of_a_long_prompt_give_its_answer(bundled, policy: str):
     """Fixed parts are small beside 2,800 tokens: a tenth of the cache is enough."""
     model, tokenizer, prompt = bundled
@@ -165,8 +171,13 @@ def beside(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("method", "side", "options"),
-    each_value(
-        BESIDE, [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)], [{}, {"max_batch": 1, "max_new_tokens": [3, 6, NEW]}]
+    first(
+        each_value(
+            BESIDE,
+            [Lazy, lambda: AnyTime(0), lambda: AnyTime(1)],
+            [{}, {"max_batch": 1, "max_new_tokens": [3, 6, NEW]}],
+        ),
+        2,
     ),
 )
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(beside, method: str, side, options: dict):

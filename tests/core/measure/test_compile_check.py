@@ -98,6 +98,7 @@ def assert_pipelined(rows: list[dict], floor: int) -> None:
     assert [row for row in attention if row["async_buffers"] < 2] == []
 
 
+@pytest.mark.exhaustive
 def test_every_kernel_compiles_clean_and_attention_in_16_bits_is_pipelined(listed):
     some = [row for row in listed if "arch" in row]
     assert [row for row in some if not is_clean(row)] == []

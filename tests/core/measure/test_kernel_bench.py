@@ -256,6 +256,7 @@ def test_the_document_says_what_was_measured_and_what_was_not():
 INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.6 with numpy 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
 def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
     layer = LayerData(tiny(), "triton", torch.device(kernel_device))

@@ -160,6 +160,7 @@ def test_a_context_too_long_for_the_model_loses_its_start(loaded, caplog):
     assert "1 contexts lost their start: 128 positions" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_task_gives_the_figures_of_lm_evals_own_model(loaded, folder):
     found = [
         simple_evaluate(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from sfi_core.settings.config import SfiConfig
+from tests.covering import first
 from tests.watched import LAYERS, H, Seen, Watched, assert_reads_counted, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, PAGE, NEW = 2, 5, 10, 4, 12
@@ -81,7 +82,7 @@ def test_a_step_reads_the_last_query_s_pages_and_moved_heads_their_own(tau: floa
             now.assert_read(heads)
 
 
-@pytest.mark.parametrize("first_layer_dense", [True, False])
+@pytest.mark.parametrize("first_layer_dense", first([True, False]))
 def test_reads_are_counted_as_the_positions_say(*, first_layer_dense: bool):
     found = run(SOME, first_layer_dense=first_layer_dense)
     for request in range(len(PROMPTS)):

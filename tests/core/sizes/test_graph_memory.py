@@ -34,6 +34,7 @@ from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import RING_PLACES
 from tests.core.conftest import tiny_qwen3
+from tests.covering import first
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 FULL = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
@@ -230,7 +231,7 @@ SAMPLED = Sampling(temperature=0.7, top_k=50, top_p=0.9, min_p=0.01)
 
 
 @pytest.mark.parametrize(
-    ("observers", "sampling"), [([], None), ([Compares()], SAMPLED)], ids=["alone, greedy", "compared, sampled"]
+    ("observers", "sampling"), first([([], None), ([Compares()], SAMPLED)]), ids=["alone, greedy", "compared, sampled"]
 )
 def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer], sampling: Sampling | None):
     """A plain run's forecast does not; and where tokens are drawn, the lossless one is not far above."""

@@ -134,6 +134,7 @@ def script(server: Server) -> list[torch.Tensor]:
     return outs
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_vllms_layout_equals_contiguous_pages(backend: str) -> None:
     """Every pass gives what the torch backend gives over contiguous pages, and packs the same tokens."""
