@@ -11,7 +11,6 @@ from threading import Thread
 import pytest
 
 from sfi_cli.app import main
-from sfi_cli.commands.trace import record
 from sfi_core.errors import BackendError
 from sfi_core.models.load import BUNDLED
 from sfi_traces import Trace, report
@@ -72,22 +71,11 @@ def test_a_redacted_trace_holds_no_text_and_is_overwritten_with_force_only(tmp_p
     assert Trace.open(folder).table("steps").num_rows == 3
 
 
-def test_a_trace_comes_with_its_report(tmp_path):
-    pytest.importorskip("plotly")
-    folder, page = tmp_path / "new" / "run", tmp_path / "new" / "run-report.html"
-    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(folder), "--report", *SHORT)
-    assert code == 0
-    assert stderr.splitlines()[-1] == f"Wrote {page}"
-    assert "policy sfi, request 0" in page.read_text()
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["run", "run-report.html"]
-
-
 @pytest.mark.parametrize("lacking", ["plotly", "jinja2"])
-def test_a_report_that_cannot_be_made_stops_the_run_before_it_begins(tmp_path, monkeypatch, lacking):
+def test_a_report_that_cannot_be_made_is_refused_before_the_trace_is_read(tmp_path, monkeypatch, lacking):
     found = report.find_spec
     monkeypatch.setattr(report, "find_spec", lambda name: None if name == lacking else found(name))
-    monkeypatch.setattr(record, "generate", lambda **_: pytest.fail("the run has begun"))
-    code, _, stderr = inside("trace", "record", PROMPT, "-o", str(tmp_path / "run"), "--report")
+    code, _, stderr = inside("trace", "report", str(tmp_path / "run"))
     assert code == BackendError.exit_code
     assert stderr.endswith("[report]'\n")
     assert not list(tmp_path.iterdir())

@@ -1,23 +1,18 @@
 """`sfi trace record`: `sfi generate` that writes a trace."""
 
 import inspect
-from contextlib import nullcontext
 from typing import Annotated, Any, get_type_hints
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate import generate
-from sfi_cli.commands.trace.report import report_after
 from sfi_cli.terminal.output import dated_folder
 
 # options of `sfi generate` that `record` sets itself
 ELSEWHERE = ("trace", "output", "resume", "compare")
 Folder = Annotated[o.File, o.option(o.TRACE, "Folder of the trace.", "--output", "-o", shown="sfi-trace-DATE-TIME")]
-Report = Annotated[
-    bool, o.option(o.TRACE, "Write DIR-report.html beside the trace, as sfi trace report does.", "--report")
-]
 
 
-def record(*, output: Folder = None, report: Report = False, **options: Any) -> None:
+def record(*, output: Folder = None, **options: Any) -> None:
     """Continue a prompt as `sfi generate` does, and record the positions read and the triggers.
 
     A trace is a folder of Parquet tables: steps, triggers, selections and lambda*, timings; with --audit N
@@ -30,13 +25,8 @@ def record(*, output: Folder = None, report: Report = False, **options: Any) -> 
       sfi trace record -f long.txt --model Qwen/Qwen3-0.6B -o run --audit 16
 
       sfi trace record -o dense --policy full-kv --audit 1
-
-      sfi trace record -o run --audit 1 --report
     """
-    folder = output or dated_folder("sfi-trace")
-    force, quiet = options["force"], options["quiet"]
-    with report_after(folder, force=force, quiet=quiet) if report else nullcontext():
-        generate(**options, trace=folder, output=None, compare=False)
+    generate(**options, trace=output or dated_folder("sfi-trace"), output=None, compare=False)
 
 
 def _take_options_of_generate() -> None:
@@ -47,7 +37,7 @@ def _take_options_of_generate() -> None:
         for name, parameter in inspect.signature(generate).parameters.items()
         if name not in ELSEWHERE
     ]
-    ours = [p for p in inspect.signature(record).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    ours = [inspect.signature(record).parameters["output"]]
     record.__signature__ = inspect.Signature([*shared, *ours])  # type: ignore[attr-defined]
     record.__annotations__ = {p.name: p.annotation for p in (*shared, *ours)}
 

@@ -1,7 +1,6 @@
 """`sfi trace plot` and `sfi trace report`: figures of a trace, and all of it as one HTML file."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,23 +107,6 @@ def report(
     view = open_view(trace, request)
     with Output(output or beside(trace, "report.html"), force=force) as file:
         file.text(render(view))
-
-
-@contextmanager
-def report_after(trace: Path, *, force: bool, quiet: bool) -> Iterator[None]:
-    """Write the report of the trace that the body records; check before the body that it can be written.
-
-    Raises `ConfigError` if the report's file exists and `force` is off, `BackendError` without Plotly.
-    """
-    from sfi_traces.report import check_report, render
-
-    check_report()
-    path = beside(trace, "report.html")
-    make_folder(path.parent)
-    with Output(path, force=force, quiet=quiet) as file:
-        yield
-        if file.path is not None:  # None on all ranks but the first
-            file.text(render(open_view(trace, None)))
 
 
 def beside(trace: Path, name: str) -> Path:
