@@ -13,15 +13,19 @@ import typer
 
 from sfi_cli.settings import SETTINGS, Given, ModelTable, written
 from sfi_core.errors import ConfigError
-from sfi_core.settings.config import PRESETS, SfiConfig
+from sfi_core.settings.config import PRESETS, TRIGGER_POLICIES, SfiConfig
 from sfi_core.settings.policy_names import built_in
 
 # types of options
 Words = list[str] | None
+Text = str | None
 Number = int | None
+Real = float | None
 File = Path | None
 MODEL, METHOD, SAMPLING, OUTPUT = "Model", "Slow-fast decoding", "Sampling", "Output"
 TRACE = "Trace"
+POLICIES_OF_TRIGGERS = f"{', '.join(TRIGGER_POLICIES)}; or codescan."
+TRIGGER_SET = "A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more."
 TRIGGER = "A string that ends a sentence; repeat for more. \\n is a newline."
 
 
@@ -33,6 +37,11 @@ def option(panel: str, text: str, *flags: str, shown: str | bool = True, **more:
 def output(text: str, shown: str | bool = True) -> Any:
     """Declare --output of one command."""
     return option(OUTPUT, text, "--output", "-o", shown=shown)
+
+
+def plot(what: str) -> Any:
+    """Declare --plot of one command."""
+    return option(OUTPUT, f"Draw {what} to a .png or .svg.")
 
 
 def model(text: str) -> Any:
@@ -57,12 +66,8 @@ Dtype = Annotated[str, option(MODEL, "auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, option(MODEL, "auto, cpu, cuda, cuda:1, ...")]
 # not a setting: a config file must not switch it on
 TrustRemoteCode = Annotated[bool, option(MODEL, "Run code from the checkpoint.", "--trust-remote-code")]
-PromptCache = Annotated[
-    File, option(MODEL, "Keep the prompt in this folder; go on behind what it has of it.", "--prompt-cache")
-]
-KvDeviceBudget = Annotated[
-    str | None, option(MODEL, "Most of the KV cache on the device: 20%, 2GiB.", "--kv-device-budget", shown="all")
-]
+PromptCache = Annotated[File, option(MODEL, "Keep the prompt in this folder; go on behind what it has.")]
+KvDeviceBudget = Annotated[Text, option(MODEL, "Most of the KV cache on the device: 20%, 2GiB.", shown="all")]
 _policy = partial(option, METHOD, f"{', '.join(built_in())}, or a package's own.")
 Policy = Annotated[str, _policy()]
 PolicyOrDefault = Annotated[str | None, _policy(shown="sfi; codescan for the drafts of --lossless")]
@@ -73,11 +78,10 @@ Recent = Annotated[Number, _setting("recent")]
 TMax = Annotated[Number, _setting("t_max")]
 Lossless = Annotated[bool, option(METHOD, "Full attention's own tokens.", "--lossless")]
 DraftMax = Annotated[Number, _setting("draft.max_tokens", "--draft-max")]
-Triggers = Annotated[
-    Words, option(METHOD, TRIGGER, "--trigger", shown=" ".join(SfiConfig().triggers).replace("\n", "\\n"))
-]
-Temperature = Annotated[float | None, _setting("sampling.temperature", panel=SAMPLING)]
-TopP = Annotated[float | None, _setting("sampling.top_p", panel=SAMPLING)]
+_ends = " ".join(SfiConfig().triggers).replace("\n", "\\n")
+Triggers = Annotated[Words, option(METHOD, TRIGGER, "--trigger", shown=_ends)]
+Temperature = Annotated[Real, _setting("sampling.temperature", panel=SAMPLING)]
+TopP = Annotated[Real, _setting("sampling.top_p", panel=SAMPLING)]
 Seed = Annotated[int, option(SAMPLING, "Seed of sampling.")]
 Json = Annotated[bool, option(OUTPUT, "One JSON document on stdout.", "--json")]
 Quiet = Annotated[bool, option(OUTPUT, "Nothing but data and errors.", "--quiet", "-q")]

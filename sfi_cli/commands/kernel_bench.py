@@ -13,13 +13,12 @@ from sfi_core.errors import ConfigError, unknown
 from sfi_core.measure.kernel_bench.settings import CPU_SHAPE, OPS, TABLE_1, KernelSettings
 from sfi_traces.views.table import Columns, Table, duration, number, percent, ratio, written
 
-SHAPE, MEASURE, COMPILE = "Shape", "Measurement", "Offline compilation"
+SHAPE = "Shape"
 THIS = "this GPU's; sm_90 without one"
 DEFAULTS = KernelSettings()
 RETENTION = ",".join(map(str, DEFAULTS.retentions))
-_measure = partial(o.option, MEASURE)
-_compile = partial(o.option, COMPILE)
-_out = partial(o.option, o.OUTPUT)
+READ = "Share of the context that a fast step reads; comma list or repeated."
+_measure, _compile = partial(o.option, "Measurement"), partial(o.option, "Offline compilation")
 FORMATS = (".json",)
 
 
@@ -35,23 +34,18 @@ def kernel_bench(
     kv_heads: Annotated[o.Number, _shape("kv_heads", "KV heads.")] = None,
     head_dim: Annotated[o.Number, _shape("head_dim", "Numbers of a head.")] = None,
     dtype: Annotated[str, o.option(SHAPE, "auto (bfloat16), bfloat16, float16, float32.")] = "auto",
-    retention: Annotated[
-        o.Words,
-        o.option(SHAPE, "Share of the context that a fast step reads; comma list or repeated.", shown=RETENTION),
-    ] = None,
+    retention: Annotated[o.Words, o.option(SHAPE, READ, shown=RETENTION)] = None,
     op: Annotated[o.Words, _measure("What to time; comma list or repeated.", shown=",".join(OPS))] = None,
     sweep: Annotated[
-        str | None, _measure("retention: the paper's Table 1, of fast and dense unless --op says otherwise.")
+        o.Text, _measure("retention: the paper's Table 1, of fast and dense unless --op is given.")
     ] = None,
     repeats: Annotated[o.Number, _measure("Timed calls of each op.", shown="5, on CUDA 100")] = None,
     seed: Annotated[int, _measure("Seed of the random inputs.")] = 0,
     backend: Annotated[str, _measure("auto, torch or triton.")] = "auto",
     device: Annotated[str, _measure("auto, cpu, cuda, cuda:1, ...")] = "auto",
-    compile_only: Annotated[
-        bool, _compile("Compile every kernel without a GPU; show registers, spills, shared memory.", "--compile-only")
-    ] = False,
+    compile_only: Annotated[bool, _compile("Without a GPU: registers and spills.", "--compile-only")] = False,
     arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=THIS)] = None,
-    plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
+    plot: Annotated[o.File, o.plot("speed-up and GB/s")] = None,
     output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,

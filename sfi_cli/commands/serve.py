@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sfi_core.hosts.vllm.server import Server
 
 SERVER = "Server"
+FLAGS = "vLLM's own flags, such as --max-model-len 32768."
 
 
 class Serve(TyperCommand):
@@ -39,11 +40,8 @@ class Serve(TyperCommand):
 
 
 def serve(
-    flags: Annotated[
-        o.Words,
-        typer.Argument(metavar="-- FLAGS", help="vLLM's own flags, such as --max-model-len 32768.", show_default=False),
-    ] = None,
-    model: Annotated[str | None, o.model("Hub id or folder.")] = None,
+    flags: Annotated[o.Words, typer.Argument(metavar="-- FLAGS", help=FLAGS, show_default=False)] = None,
+    model: Annotated[o.Text, o.model("Hub id or folder.")] = None,
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,

@@ -16,43 +16,30 @@ from sfi_cli.terminal.tables import Part
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
-SPACE, SEARCH, CONFIRM = "Search space: 8,16,32 or 8:64", "Search", "Confirmation"
+SPACE, SEARCH = "Search space: 8,16,32 or 8:64", "Search"
 _space, _search = partial(o.option, SPACE), partial(o.option, SEARCH)
 OUTPUT = Path("tuned.toml")
-Values = str | None
 
 
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces of --audit 1, of one model.", metavar="DIR...")],
-    trigger_policy: Annotated[
-        Values, _space("boundary, t-max, stride, random, never, always; or codescan.", shown="boundary,stride,t-max")
-    ] = None,
-    trigger_set: Annotated[
-        o.Words,
-        _space(
-            "A set of trigger strings, blanks between: NAME='. ? !'. Repeat for more.",
-            shown="the trace's own and punctuation",
-        ),
-    ] = None,
-    t_max: Annotated[Values, _space(SETTINGS["t_max"].brief, shown="8:128")] = None,
-    budget: Annotated[Values, _space(SETTINGS["budget"].brief, shown="1/64 to 1/4 of the context")] = None,
-    search: Annotated[
-        o.Words, _space("Another dimension, repeat for more: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")
-    ] = None,
-    min_retained: Annotated[float | None, _search("Least mean retained mass, as replayed.")] = None,
-    max_read: Annotated[float | None, _search("Largest share of the cached tokens read.")] = None,
+    trigger_policy: Annotated[o.Text, _space(o.POLICIES_OF_TRIGGERS, shown="boundary,stride,t-max")] = None,
+    trigger_set: Annotated[o.Words, _space(o.TRIGGER_SET, shown="the trace's own and punctuation")] = None,
+    t_max: Annotated[o.Text, _space(SETTINGS["t_max"].brief, shown="8:128")] = None,
+    budget: Annotated[o.Text, _space(SETTINGS["budget"].brief, shown="1/64 to 1/4 of the context")] = None,
+    search: Annotated[o.Words, _space("Another dimension: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")] = None,
+    min_retained: Annotated[o.Real, _search("Least mean retained mass, as replayed.")] = None,
+    max_read: Annotated[o.Real, _search("Largest share of the cached tokens read.")] = None,
     trials: Annotated[int, _search("Settings to try.", min=1)] = TRIALS,
     seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
-    confirm: Annotated[
-        int, o.option(CONFIRM, "Run so many settings of the front for real, the chosen one among them.", min=0)
-    ] = 0,
+    confirm: Annotated[int, _search("Run so many of the front for real, the chosen one among them.", min=0)] = 0,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[o.Words, o.sets(SEARCH)] = None,
     output: Annotated[Path, o.output("Settings for --config.")] = OUTPUT,
-    plot: Annotated[o.File, o.option(o.OUTPUT, "Draw trials, front and what was measured to a .png or .svg.")] = None,
+    plot: Annotated[o.File, o.plot("trials, front and what was measured")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,

@@ -16,19 +16,13 @@ from sfi_traces.views.table import Columns, Row, Table, number, plural
 
 _texts, _clusters = partial(o.option, "Texts"), partial(o.option, "Clusters")
 OUTPUT = Path("heads.json")
+Files = list[Path] | None
+BUNDLED = "the bundled document"
 TOP = 64  # default of k. Paper gap: the paper gives none
 
 
 def heads(
-    prompt_file: Annotated[
-        list[Path] | None,
-        _texts(
-            "Text that the model reads; repeat for more.",
-            "--prompt-file",
-            "-f",
-            shown="the bundled document, for the bundled checkpoint",
-        ),
-    ] = None,
+    prompt_file: Annotated[Files, _texts("Text that the model reads.", "--prompt-file", "-f", shown=BUNDLED)] = None,
     length: Annotated[int, _texts("Tokens of a text; a longer file is several.", min=2)] = 1000,
     clusters: Annotated[int, _clusters("Clusters of each layer, N_r.", min=1)] = 2,
     top_k: Annotated[int, _clusters("Positions of each head's set, k.", min=1)] = TOP,
@@ -101,7 +95,7 @@ def _clustered(
         "clusters": clusters,
         "texts": len(texts),
         "steps": sum(next(iter(layers.values())).steps for layers in similarities),
-        "files": [str(file) for file in files] or ["the bundled document"],
+        "files": [str(file) for file in files] or [BUNDLED],
         "tokens": sum(map(len, texts)),
         "top_k": top,
         "pooled": "max",

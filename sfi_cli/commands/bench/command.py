@@ -13,13 +13,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.engine import EngineOptions
 
-MEASURE, FORECAST = "Measurement", "Forecast"
+RANDOM = "A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed."
 FORMATS = (".json",)
 KILO = 1024
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
-_more = partial(o.option, MEASURE)
-_out = partial(o.option, o.OUTPUT)
-_model = partial(o.option, o.MODEL)
+_more = partial(o.option, "Measurement")
 
 
 def _field(name: str, text: str) -> Any:
@@ -35,29 +33,15 @@ def bench(
     baseline: Annotated[o.Words, _field("baselines", "What else takes turns; comma list, or none.")] = None,
     steps: Annotated[o.Number, _field("steps", "Decoding steps measured in each run.")] = None,
     repeats: Annotated[o.Number, _field("repeats", "Runs of each; all take turns.")] = None,
-    time_limit: Annotated[
-        float | None,
-        _more("Seconds after which a run stops early; it measures at least 3 steps.", shown="none; on a CPU 2"),
-    ] = None,
-    slow_rate: Annotated[
-        str | None, _field("slow_rate", "Share of steps at which a request is slow: 1/20 or 0.05.")
-    ] = None,
-    ragged: Annotated[
-        bool, _more("Let contexts of a batch fall evenly from the context to half of it.", "--ragged")
-    ] = False,
-    acceptance: Annotated[
-        float | None, _field("acceptance", "Measure lossless runs too, which keep this share of their drafts.")
-    ] = None,
+    time_limit: Annotated[o.Real, _more("Seconds of a run at most, after 3 steps.", shown="none; on a CPU 2")] = None,
+    slow_rate: Annotated[o.Text, _field("slow_rate", "Share of steps that are slow: 1/20 or 0.05.")] = None,
+    ragged: Annotated[bool, _more("Contexts of a batch fall evenly from the context to its half.", "--ragged")] = False,
+    acceptance: Annotated[o.Real, _field("acceptance", "Lossless runs too, which keep this share of drafts.")] = None,
     seed: Annotated[int, _more("Seed of weights, keys, values and tokens.")] = 0,
     threads: Annotated[o.Number, _more("CPU threads.", shown="PyTorch's own")] = None,
-    forecast: Annotated[
-        bool, o.option(FORECAST, "Say what to expect, without weights and without running.", "--forecast")
-    ] = False,
+    forecast: Annotated[bool, _more("Say what to expect, without weights and without running.", "--forecast")] = False,
     model: o.Model = None,
-    random_weights: Annotated[
-        str | None,
-        _model("A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed.", shown="none"),
-    ] = None,
+    random_weights: Annotated[o.Text, o.option(o.MODEL, RANDOM, shown="none")] = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     kv_device_budget: o.KvDeviceBudget = None,
@@ -66,7 +50,7 @@ def bench(
     config: o.Config = None,
     sets: Annotated[o.Words, o.sets()] = None,
     budget: o.Budget = None,
-    plot: Annotated[o.File, _out("Draw throughput to a .png or .svg.")] = None,
+    plot: Annotated[o.File, o.plot("throughput")] = None,
     output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,

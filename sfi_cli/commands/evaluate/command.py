@@ -1,7 +1,6 @@
 """`sfi eval`: what a method costs in quality; `sfi lm-eval`, lm-evaluation-harness with the model `sfi`."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -14,9 +13,8 @@ from sfi_cli.terminal.output import Output
 from sfi_core.errors import ConfigError
 
 WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
-_how = partial(o.option, HOW)
-_what = partial(o.option, WHAT)
-_out = partial(o.option, o.OUTPUT)
+METHOD = "LABEL=POLICY@PRESET:key=value,... or less, POLICY alone; PRESET may be a .toml file; repeat for more."
+TASKS = "bundled-recall for the bundled checkpoint, else all others"
 
 
 def _defaulted(panel: str, name: str, text: str) -> Any:
@@ -35,39 +33,17 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[
 
 
 def evaluate(
-    method: Annotated[
-        o.Words,
-        _how(
-            "LABEL=POLICY@PRESET:key=value,... or less of it, POLICY alone; PRESET may be a .toml file; "
-            "repeat for more.",
-            shown="all policies, sfi with every preset",
-        ),
-    ] = None,
-    share: Annotated[
-        str | None, _defaulted(HOW, "shares", "Sink, selected and recent tokens over the context; comma list.")
-    ] = None,
-    budget: Annotated[str | None, _how("Selected tokens per KV head instead of shares; comma list.")] = None,
-    recent: Annotated[
-        o.Number, _defaulted(HOW, "recent", "Tokens of the recent window; at most half of a share.")
-    ] = None,
-    task: Annotated[
-        o.Words,
-        _what(
-            "Comma list or repeated; see --list-tasks.",
-            shown="bundled-recall for the bundled checkpoint, else all others",
-        ),
-    ] = None,
-    list_tasks: Annotated[bool, _what("Print the tasks and stop.", "--list-tasks")] = False,
-    length: Annotated[str | None, _defaulted(WHAT, "lengths", "Tokens of the prompts; comma list.")] = None,
+    method: Annotated[o.Words, o.option(HOW, METHOD, shown="all policies, sfi with every preset")] = None,
+    share: Annotated[o.Text, _defaulted(HOW, "shares", "Tokens of sparse attention over the context; a list.")] = None,
+    budget: Annotated[o.Text, o.option(HOW, "Selected tokens per KV head instead of shares; comma list.")] = None,
+    recent: Annotated[o.Number, _defaulted(HOW, "recent", "Recent tokens; at most half of a share.")] = None,
+    task: Annotated[o.Words, o.option(WHAT, "Comma list or repeated; see --list-tasks.", shown=TASKS)] = None,
+    list_tasks: Annotated[bool, o.option(WHAT, "Print the tasks and stop.", "--list-tasks")] = False,
+    length: Annotated[o.Text, _defaulted(WHAT, "lengths", "Tokens of the prompts; comma list.")] = None,
     samples: Annotated[o.Number, _defaulted(WHAT, "samples", "Prompts of each task and length.")] = None,
     seed: Annotated[o.Number, _defaulted(WHAT, "seed", "Seed of the first prompt; the others follow.")] = None,
-    fidelity: Annotated[
-        o.File,
-        o.option(TEXT, "Text to decode with its own tokens: KL, agreement and perplexity beside full attention's."),
-    ] = None,
-    tokens: Annotated[
-        o.Number, _defaulted(TEXT, "tokens", "Tokens decoded after each prompt of --length tokens.")
-    ] = None,
+    fidelity: Annotated[o.File, o.option(TEXT, "Decode this text's own tokens: KL, agreement, perplexity.")] = None,
+    tokens: Annotated[o.Number, _defaulted(TEXT, "tokens", "Decoded after each prompt of --length tokens.")] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
@@ -75,8 +51,8 @@ def evaluate(
     trust_remote_code: o.TrustRemoteCode = False,
     sets: Annotated[o.Words, o.sets(o.MODEL)] = None,
     output: Annotated[o.File, o.output("Folder of the results.", shown="sfi-eval-DATE-TIME")] = None,
-    resume: Annotated[bool, _out("Go on with the folder.", "--resume")] = False,
-    plot: Annotated[o.File, _out("Draw score against read to a .png or .svg.")] = None,
+    resume: Annotated[bool, o.option(o.OUTPUT, "Go on with the folder.", "--resume")] = False,
+    plot: Annotated[o.File, o.plot("score against read")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
     json: o.Json = False,

@@ -1,5 +1,6 @@
 """`sfi generate`: decode prompts under a policy."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,29 +12,17 @@ from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 
-MAX_NEW_TOKENS = 256
+_of = partial(o.option, "Prompt and answer")
 
 
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; - or a pipe is stdin. Without one: the bundled example.")
-    ] = None,
-    prompt_file: Annotated[o.File, typer.Option("--prompt-file", "-f", help="File of a prompt; - is stdin.")] = None,
-    batch: Annotated[
-        o.File, typer.Option(help='JSON Lines: "prompt" or "messages"; id, seed, temperature, max_new_tokens.')
-    ] = None,
-    max_batch: Annotated[
-        o.Number,
-        typer.Option(help="Most prompts decoded together; the others wait.", show_default="as many as fit into memory"),
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template.")] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", help="Most tokens to generate.")
-    ] = MAX_NEW_TOKENS,
-    compare: Annotated[
-        bool | None,
-        typer.Option("--compare/--no-compare", help="Also run full-kv.", show_default="only for the bundled example"),
-    ] = None,
+    prompt: Annotated[o.Text, typer.Argument(help="Text to continue; - or a pipe is stdin. Else an example.")] = None,
+    prompt_file: Annotated[o.File, _of("File of a prompt; - is stdin.", "--prompt-file", "-f")] = None,
+    batch: Annotated[o.File, _of('JSON Lines: "prompt" or "messages"; id, seed, temperature, max_new_tokens.')] = None,
+    max_batch: Annotated[o.Number, _of("Most prompts decoded together.", shown="as many as fit into memory")] = None,
+    chat: Annotated[bool, _of("Apply the chat template.", "--chat")] = False,
+    max_new_tokens: Annotated[int, _of("Most tokens to generate.", "--max-new-tokens", "-n")] = 256,
+    compare: Annotated[bool | None, _of("Also run full-kv.", shown="only for the bundled example")] = None,
     model: o.Model = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",

@@ -13,6 +13,7 @@ from sfi_cli.terminal.tables import Part
 from sfi_traces.views.table import SPREAD, Row, Table, count, duration, number, percent, quoted, ratio, spread
 
 MOST_STEPS = 16
+FAILS = "Exit with 1 if this holds: overlap<0.9, first_difference<100, speed<0.8 (docs/traces.md). Repeat for more."
 NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {  # title: name, function that writes it
     "steps": ("steps", count),
     "slow steps": ("slow", count),
@@ -31,14 +32,7 @@ def diff(
     first: Annotated[Path, typer.Argument(help="Folder of the first trace.", metavar="A")],
     second: Annotated[Path, typer.Argument(help="Folder of the second trace.", metavar="B")],
     request: o.RequestIndex = None,
-    fail_if: Annotated[
-        o.Words,
-        typer.Option(
-            metavar="LIMIT",
-            help="Exit with 1 if this holds: overlap<0.9, first_difference<100, speed<0.8. "
-            "Repeat for more; docs/traces.md has the names.",
-        ),
-    ] = None,
+    fail_if: Annotated[o.Words, typer.Option(metavar="LIMIT", help=FAILS)] = None,
     json: o.Json = False,
     output: o.OutputPath = None,
     force: o.Force = False,

@@ -27,21 +27,15 @@ LONGEST = 80  # characters of a cell
 def export(
     folder: o.TraceDir,
     form: Annotated[str, o.option(o.OUTPUT, "perfetto, csv or jsonl.", "--format")],
-    table: Annotated[str | None, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")] = None,
-    output: Annotated[
-        o.File,
-        o.output(
-            "Write there instead.",
-            shown="stdout; on a terminal the timeline goes to DIR-timeline.json.gz beside the trace",
-        ),
-    ] = None,
+    table: Annotated[o.Text, o.option(o.OUTPUT, "Only this table, of csv and jsonl.", shown="all")] = None,
+    output: Annotated[o.File, o.output("Write there instead.", shown="stdout; or DIR-timeline.json.gz")] = None,
     force: o.Force = False,
     quiet: o.Quiet = False,
 ) -> None:
     """Write a trace as a timeline for ui.perfetto.dev, or as CSV or JSON lines.
 
     Without --table, each table is a file in a folder; a list is written as JSON. A file that ends in .gz is
-    compressed; ui.perfetto.dev opens such a file.
+    compressed; ui.perfetto.dev opens such a file. On a terminal, a timeline goes into one beside the trace.
 
     For example:
 

@@ -1,5 +1,6 @@
 """`sfi trace import`: make a trace of another program's selections."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,25 +10,16 @@ from sfi_cli import options as o
 from sfi_cli.terminal.output import Output, dated_folder
 from sfi_traces.views.table import plural
 
+_of = partial(o.option, "The file")
+HEADS = "the file's, or one for each query head"
+
 
 def import_(
     file: Annotated[Path, typer.Argument(help=".npz or .pt.", metavar="FILE")],
     output: Annotated[o.File, o.output("Folder of the trace.", shown="sfi-trace-DATE-TIME")] = None,
-    top: Annotated[
-        o.Number,
-        typer.Option(min=1, help="Only the most probable positions of each row of attention.", show_default="1024"),
-    ] = None,
-    kv_heads: Annotated[
-        o.Number,
-        typer.Option(
-            min=1,
-            help="KV heads that the query heads of attention are averaged for.",
-            show_default="the file's, or one for each query head",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence.")
-    ] = None,
+    top: Annotated[o.Number, _of("Only the most probable positions of each row.", shown="1024", min=1)] = None,
+    kv_heads: Annotated[o.Number, _of("KV heads that query heads are averaged for.", shown=HEADS, min=1)] = None,
+    tokenizer: Annotated[o.Text, _of("Hub id or folder: the tokens' text, and which end a sentence.")] = None,
     force: o.Force = False,
     json: o.Json = False,
     quiet: o.Quiet = False,

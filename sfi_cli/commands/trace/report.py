@@ -21,12 +21,7 @@ _what = partial(o.option, "What to draw")
 
 def plot(
     trace: o.TraceDir,
-    kind: Annotated[
-        o.Words,
-        _what(
-            "heatmap, lag, lambda, retained, timeline; comma list or repeated.", shown="all that the trace has data for"
-        ),
-    ] = None,
+    kind: Annotated[o.Words, _what("heatmap, lag, lambda, retained, timeline; may repeat.", shown="all")] = None,
     request: Annotated[o.Number, _what("The request.", shown="the first")] = None,
     layer: Annotated[o.Number, _what("Only this layer; not of the timeline.", shown="the mean over all")] = None,
     head: Annotated[o.Number, _what("Only this KV head; not of the timeline.", shown="the mean over all")] = None,

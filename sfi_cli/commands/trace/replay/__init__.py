@@ -14,11 +14,10 @@ from sfi_cli.parsing import number_list
 from sfi_cli.settings import SETTINGS, settings_for, texts
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
 from sfi_core.errors import ConfigError, not_installed
-from sfi_core.settings.config import TRIGGER_POLICIES
 
 SLOW, MEMORY = "When a step is slow", "What a fast step reads"
-Values = str | None  # one or more with commas between; None is the trace's own
 _slow, OWN = partial(o.option, SLOW), "the trace's own"
+REFRESH = "Reuse each recorded selection for so many steps: 1,2,4,8,16."
 EVERY = (1, 2, 4, 8, 16)  # intervals that an imported trace is replayed with
 SETS = "Another setting: span=0,10. Repeat for more; sfi config list has all settings."
 
@@ -29,24 +28,18 @@ def _part(what: str, example: str) -> Any:
 
 def replay(
     trace: o.TraceDir,
-    trigger_policy: Annotated[Values, _slow(f"{', '.join(TRIGGER_POLICIES)}; or codescan.", shown=OWN)] = None,
+    trigger_policy: Annotated[o.Text, _slow(o.POLICIES_OF_TRIGGERS, shown=OWN)] = None,
     triggers: Annotated[o.Words, _slow(o.TRIGGER, "--trigger", shown=OWN)] = None,
-    trigger_set: Annotated[
-        o.Words, _slow("A set of trigger strings, blanks between: NAME='. ? !'. Repeat to compare sets.")
-    ] = None,
-    t_max: Annotated[Values, _slow(SETTINGS["t_max"].brief, shown=OWN)] = None,
-    refresh_every: Annotated[
-        Values,
-        _slow("Reuse each recorded selection for so many steps: 1,2,4,8,16.", shown="off; for an imported trace these"),
-    ] = None,
-    budget: Annotated[Values, o.option(MEMORY, SETTINGS["budget"].brief, shown=OWN)] = None,
+    trigger_set: Annotated[o.Words, _slow(o.TRIGGER_SET)] = None,
+    t_max: Annotated[o.Text, _slow(SETTINGS["t_max"].brief, shown=OWN)] = None,
+    refresh_every: Annotated[o.Text, _slow(REFRESH, shown="off; for an imported trace these")] = None,
+    budget: Annotated[o.Text, o.option(MEMORY, SETTINGS["budget"].brief, shown=OWN)] = None,
     sets: Annotated[o.Words, o.sets(MEMORY, SETS, "NAME=VALUES")] = None,
     request: o.RequestIndex = None,
-    layers: Annotated[str | None, _part("layers", "0,3,8-11")] = None,
-    heads: Annotated[str | None, _part("KV heads", "0,2-3")] = None,
+    layers: Annotated[o.Text, _part("layers", "0,3,8-11")] = None,
+    heads: Annotated[o.Text, _part("KV heads", "0,2-3")] = None,
     against: Annotated[
-        o.File,
-        typer.Option(help="Trace of a run of --policy sfi: replay its settings, and compare with what it measured."),
+        o.File, typer.Option(help="Replay this sfi run's settings; compare with what it measured.")
     ] = None,
     play: Annotated[bool, typer.Option("--play", help="Step through the run in the terminal.")] = False,
     output: o.OutputPath = None,
