@@ -69,15 +69,8 @@ def serve(
 
       sfi serve --model Qwen/Qwen3-0.6B --budget 1024 --slots 32 --trace run --audit 16
     """
-    from sfi_cli.commands.serve import Service
-
-    settings = given(
-        "serve",
-        preset=preset,
-        file=config,
-        sets=sets,
-        options={"budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max, "audit.every": audit},
-    )
+    options = {"budget": budget, "recent": recent, "triggers": trigger, "t_max": t_max, "audit.every": audit}
+    settings = given("serve", preset=preset, file=config, sets=sets, options=options)
     plugin = {"policy": policy, "slots": slots, **({} if preset is None else {"preset": preset})}
     Service(settings, plugin, model, f"{host}:{port}", trace, flags or []).run()
 
@@ -132,9 +125,9 @@ class Service:
         changed = changed_settings(self.settings.config.to_dict(), self.own.get("preset", "default"))
         extra = {**self.own, **self.settings.of("serve"), **nested(changed)}
         if self.trace is not None:
-            every, redacted = (self.settings.values.get(name) for name in OF_TRACES)
-            extra["trace"] = str(self.trace.resolve())
-            extra |= ({"trace_audit": every} if every else {}) | ({"trace_redact_text": True} if redacted else {})
+            names = {"trace_audit": "audit.every", "trace_redact_text": "trace.redact_text"}
+            traced = {name: self.settings.values.get(setting) for name, setting in names.items()}
+            extra |= {"trace": str(self.trace.resolve()), **{name: value for name, value in traced.items() if value}}
         transfer = {
             "kv_connector": "SfiConnector",
             "kv_role": "kv_both",
@@ -142,8 +135,7 @@ class Service:
             "kv_connector_extra_config": extra,
         }
         host, _, port = self.address.rpartition(":")
-        words += ["--host", host, "--port", port]
-        return [*words, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
+        return [*words, "--host", host, "--port", port, *self.flags, "--kv-transfer-config", json.dumps(transfer)]
 
     def _names(self) -> set[str]:
         return {flag.partition("=")[0].replace("_", "-") for flag in self.flags}
@@ -176,8 +168,7 @@ class Service:
         config, limit = server.settings.config, server.vllm.scheduler_config.max_num_seqs
         served = (server.args.served_model_name or [server.args.model])[0]
         dtype = str(server.vllm.model_config.dtype).removeprefix("torch.")
-        several = f"{config.trigger_policy}, {len(server.trigger_ids)} tokens"
-        trace = "none"
+        count, trace = f", {len(server.trigger_ids)} tokens" if server.trigger_ids else "", "none"
         if self.trace is not None:
             every, redacted = (self.settings.values.get(name) for name in OF_TRACES)
             text = "text redacted" if redacted else "keeps every prompt and answer"
@@ -193,7 +184,7 @@ class Service:
         return [
             f"model    {served}, {dtype}, {length}",
             f"policy   {self.own['policy']}: {reads}",
-            f"slow     {several if server.trigger_ids else config.trigger_policy}, t_max {config.t_max}",
+            f"slow     {config.trigger_policy}{count}, t_max {config.t_max}",
             f"slots    {min(self.own['slots'], limit)} of {limit} requests may be sparse at once",
             f"trace    {trace}",
             f"address  {url}/v1, counters at {url}/metrics (vllm:sfi_*)",
