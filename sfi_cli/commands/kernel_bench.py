@@ -19,7 +19,6 @@ DEFAULTS = KernelSettings()
 RETENTION = ",".join(map(str, DEFAULTS.retentions))
 READ = "Share of the context that a fast step reads; comma list or repeated."
 _measure, _compile = partial(o.option, "Measurement"), partial(o.option, "Offline compilation")
-FORMATS = (".json",)
 
 
 def _shape(name: str, text: str) -> Any:
@@ -70,7 +69,7 @@ def kernel_bench(
         raise ConfigError("arch must come with --compile-only, got --arch alone")
     if compile_only and (sweep or plot):
         raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
-    written = Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide)
+    written = Output(output, suffix=".json", plot=plot, json=json, quiet=quiet, force=force, wide=wide)
     if compile_only:
         compile_all(words(arch or []), written)
         return
@@ -106,7 +105,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     if output.plot is not None and "fast" not in settings.ops:
         raise ConfigError(f"op must include fast for --plot, got {settings.ops}")
     backend = resolve_backend(backend, where)
-    output.check_format(FORMATS)
     with output:
         output.say(f"benchmarking the {backend} backend on {where.type}")
         with Progress(quiet=output.quiet) as progress:
@@ -145,7 +143,6 @@ def compile_all(architectures: list[str], output: Output) -> None:
     for name in architectures:
         if name not in ARCHS:
             raise unknown("arch", name, ARCHS)
-    output.check_format(FORMATS)
     with output:
         output.say(f"compiling every kernel for {', '.join(architectures)}; no GPU is needed")
         with Progress(quiet=output.quiet) as progress:

@@ -73,6 +73,7 @@ class Output:
 
     path: Path | None = None  # None is stdout
     _: KW_ONLY
+    suffix: str = ""  # that the data's file must have
     plot: Path | None = None  # None is no figure
     json: bool = False
     force: bool = False
@@ -81,17 +82,14 @@ class Output:
     wide: bool = False  # shows all columns on any terminal
     _within_line: bool = field(default=False, init=False)  # on stdout
 
-    def check_format(self, formats: tuple[str, ...]) -> None:
-        """Raise `ConfigError` if the suffix of the data's file is not among `formats`."""
-        if self.path is not None and self.path.suffix not in formats:
-            raise ConfigError(f"output must end in one of {formats}, got {self.path.name}")
-
     def __enter__(self) -> Self:
         """Check the files.
 
-        Raises `ConfigError` for a file that exists while `force` is off, a folder, a link, or a figure neither PNG nor
-        SVG; `BackendError` for a figure without matplotlib; `SfiError` for a file that cannot be written.
+        Raises `ConfigError` for a file that exists while `force` is off, a folder, a link, another suffix, or a figure
+        neither PNG nor SVG; `BackendError` for one without matplotlib; `SfiError` for a file that cannot be written.
         """
+        if self.path is not None and not self.path.name.endswith(self.suffix):
+            raise ConfigError(f"output must end in {self.suffix}, got {self.path.name}")
         if self.plot is not None:
             from sfi_traces.figures import check_plot
 
@@ -147,7 +145,7 @@ class Output:
         if self.path is None:
             self.show(document, view)
         else:
-            self.text(self._text_of(document, view))
+            self.pieces([self._text_of(document, view)])
 
     def _text_of(self, document: Document, view: View, width: int | None = None) -> str:
         return _json(document) if self.json else printable_lines(rendered(view(document), width))

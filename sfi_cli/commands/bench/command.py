@@ -14,7 +14,6 @@ from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.engine import EngineOptions
 
 RANDOM = "A config.json, or a name such as qwen3-4b or llama-3.1-8b: no checkpoint needed."
-FORMATS = (".json",)
 KILO = 1024
 CPU_SECONDS = 2.0  # default time limit of a run on a CPU, where a step may take seconds
 _more = partial(o.option, "Measurement")
@@ -85,7 +84,7 @@ def bench(
         Subject.of(settings, model, dtype, device, trust_remote_code, random_weights=random_weights, seed=seed),
         settings,
         asked,
-        Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide),
+        Output(output, suffix=".json", plot=plot, json=json, quiet=quiet, force=force, wide=wide),
         threads=threads,
         forecast=forecast,
     )
@@ -140,7 +139,6 @@ def run(
     fields = {name: value for name, value in asked.items() if value is not None} | settings.of("bench")
     checked = DecodeSettings(**fields, config=settings.config, engine=settings.table(EngineOptions))
     check_run(checked, device)
-    output.check_format(FORMATS)
     with output:
         if forecast:
             _forecast(subject, checked, device, settings.table(ForecastTable), output)
