@@ -82,31 +82,23 @@ def _compared(rows: list[tuple[str, dict[str, Any]]], full: dict[str, Any]) -> l
 
     partings = [_parting(name, data, full) for name, data in others]
     same = ["no" if parting else "yes" for parting in partings]
-    lines = [f"same tokens  {by_run(same)}", *(line for parting in partings for line in parting)]
-    theirs = full["steady_tokens_per_second"]
-    if theirs:
+    lines = [f"same tokens  {by_run(same)}", *filter(None, partings)]
+    if theirs := full["steady_tokens_per_second"]:
         ratios = [f"{data['steady_tokens_per_second'] / theirs:.2f}" for _, data in others]
         lines.append(f"speed        {by_run(ratios)} times {full['policy']}'s, each measured once")
     return lines
 
 
-def _parting(name: str, data: dict[str, Any], full: dict[str, Any]) -> list[str]:
-    # where a run's tokens first differ from full attention's, with the text around
-    pairs = enumerate(zip(data["requests"], full["requests"], strict=True))
-    parted = [(at, *pair) for at, pair in pairs if pair[0]["token_ids"] != pair[1]["token_ids"]]
-    if not parted:
-        return []
-    at, ours, theirs = parted[0]
-    step, shared = (_shared(ours[name], theirs[name]) for name in ("token_ids", "text"))
-    before = ours["text"][:shared]
-    requests = len(data["requests"])
-    where = "" if requests == 1 else f" ({len(parted)} of {requests} requests part, request {at} first)"
-    width = max(len(name), len(full["policy"]))
-    lines = [f"they part    at step {step} of {len(ours['token_ids'])}, after {before[-AROUND:]!r}{where}"]
-    return lines + [
-        f"             {who:<{width}} {request['text'][shared:][:AROUND]!r}"
-        for who, request in ((name, ours), (full["policy"], theirs))
-    ]
+def _parting(name: str, data: dict[str, Any], full: dict[str, Any]) -> str:
+    # where a run's tokens first differ from full attention's, with the text around; "" where they do not
+    for number, (ours, theirs) in enumerate(zip(data["requests"], full["requests"], strict=True)):
+        if ours["token_ids"] != theirs["token_ids"]:
+            step, shared = (_shared(ours[part], theirs[part]) for part in ("token_ids", "text"))
+            before, request = ours["text"][:shared][-AROUND:], f" of request {number}" if number else ""
+            here, there = (row["text"][shared:][:AROUND] for row in (ours, theirs))
+            place = f"at step {step} of {len(ours['token_ids'])}{request}, after {before!r}"
+            return f"they part    {place}: {name} {here!r}, {full['policy']} {there!r}"
+    return ""
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
