@@ -18,6 +18,8 @@ from sfi_core.machine.files import read_text
 from sfi_core.settings.fields import Table, setting
 
 WIDEST = 1 << 16  # tokens of a page or a window: beyond, memory runs out before a model does
+BETA, WEAK_BETA = -math.log(0.6) / 0.9, 0.7 * -math.log(0.6) / 0.9
+QUEST_SCORES, RECENT_MODES = ("bounds", "deviation"), ("anchored", "sliding")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
 
 
@@ -27,9 +29,7 @@ class SelectorConfig(Table):
 
     alpha: float = setting(0.5, "Exponent of the power mean, Eq. 7. Paper gap: the released code's.", above=0, most=1)
     gamma: float = setting(0.5, "Strength of the key-norm penalty, Eq. 9. Paper gap: the released code's.", least=0)
-    beta: float = setting(
-        -math.log(0.6) / 0.9, "Strength of the global recency decay, Eq. 11. Paper gap: the released code's.", least=0
-    )
+    beta: float = setting(BETA, "Strength of global recency decay, Eq. 11. Paper gap: the released code's.", least=0)
     power: float = setting(1.8, "Curvature p of the recency decay, Eq. 11. Paper gap: the released code's.", least=1)
     eta: float = setting(0.4, "Strength of the tail brake, Eq. 11. Paper gap: the released code's.", least=0)
     lambda_clip: float = setting(0.02, "Upper bound of the prior's weight, Eq. 17.", least=0, most=1)
@@ -44,12 +44,7 @@ class BaselineConfig(Table):
     """Settings of Quest."""
 
     page: int = setting(16, "Tokens of a page under quest.", least=1)
-    score: str = setting(
-        "bounds",
-        "A page's score under quest: the paper's bound of its logits, or, in a variant of ours, their mean plus "
-        "their deviation.",
-        choices=("bounds", "deviation"),
-    )
+    score: str = setting("bounds", "A page's score: the paper's, or our mean plus deviation.", choices=QUEST_SCORES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +52,8 @@ class FreeKVConfig(Table):
     """Settings of FreeKV (Liu et al., 2025)."""
 
     page: int = setting(32, "Tokens of a page under freekv, which selects and recalls whole pages.", least=1)
-    tau: float = setting(
-        0.8,
-        "A KV head selects before it attends if the pooled cosine of its query with the last step's is below "
-        "this: with -1 never, with 1 whenever the query has changed. The paper takes 0.8 for long inputs and "
-        "0.9 for long generations.",
-        least=-1,
-        most=1,
-    )
+    # the paper takes 0.8 for long inputs and 0.9 for long generations
+    tau: float = setting(0.8, "A KV head whose pooled query cosine is below this selects anew.", least=-1, most=1)
     first_layer_dense: bool = setting(True, "Leave the first full-attention layer dense, as the paper does.")
 
 
@@ -78,9 +67,7 @@ class SyncKVConfig(Table):
         "of four neighbors as clusters, for random weights.",
     )
     stride: int = setting(5, "Steps from one anticipation to the next, the paper's m.", least=1)
-    static: float = setting(
-        0.5, "Share of the budget for positions of the prompt that stay selected, the paper's rho.", least=0, most=1
-    )
+    static: float = setting(0.5, "Share of the budget that stays selected, the paper's rho.", least=0, most=1)
     suspension: str = setting(
         "dense",
         "What representatives read between two anticipations. Paper gap: dense is Algorithm 1, line 22; "
@@ -93,13 +80,7 @@ class SyncKVConfig(Table):
 class CodeScanConfig(Table):
     """Settings of `codescan`."""
 
-    rest: float = setting(
-        0.2,
-        "A pseudo token with the mean value stands for all that is not read. This is its share of the "
-        "estimated attention on that; 0 for no pseudo token.",
-        least=0,
-        most=1,
-    )
+    rest: float = setting(0.2, "Share of the estimated unread attention that the mean value gets.", least=0, most=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,11 +88,7 @@ class DraftConfig(Table):
     """How many tokens a lossless run drafts."""
 
     max_tokens: int = setting(16, "Most tokens drafted before a verification.", least=1)
-    adaptive: bool = setting(
-        True,
-        "Draft as many tokens as give the most tokens per byte, by the share of the request's drafts that "
-        "were accepted so far and the bytes that a fast step and a verification read.",
-    )
+    adaptive: bool = setting(True, "Draft as many as give the most tokens per byte, by the drafts accepted so far.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,49 +97,24 @@ class SfiConfig(Table):
 
     sink: int = setting(4, "Anchor tokens kept from the start of the prompt.", least=0)
     recent: int = setting(256, "Tokens of the recent window at a slow step.", above=0)
-    recent_mode: str = setting(
-        "anchored",
-        "How the recent window moves. anchored keeps its start from one slow step to the next, so that every "
-        "token is read or could have been selected; sliding is the paper's. Paper gap: with sliding, a token "
-        "that leaves the window between two slow steps is neither.",
-        choices=("anchored", "sliding"),
-    )
+    # Paper gap: with sliding, the paper's, a token that leaves the window between two slow steps is in no set
+    recent_mode: str = setting("anchored", "The window's start moves at slow steps, or slides.", choices=RECENT_MODES)
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
     page_size: int = setting(
         1,
-        "Under sfi: select single tokens (1, the paper), or whole pages of so many tokens for engines whose "
-        "sparse kernels read pages (docs/evidence/granularity.md has what pages cost). vLLM has pages of 16 on a "
-        "GPU and of 128 on a CPU.",
+        "Under sfi: select single tokens (1, the paper), or whole pages (docs/evidence/granularity.md has their cost).",
         least=1,
         most=WIDEST,
     )
     t_max: int = setting(64, "Most fast steps in a row; 0: all slow.", least=0)
-    min_gap: int = setting(
-        4,
-        "Ignore triggers for this many decoding steps after a slow step; 0 is the paper. Lists and code end "
-        "lines often (docs/evidence.md has what that costs and is worth).",
-        least=0,
-    )
-    trigger_delay: int = setting(
-        1,
-        "Steps by which a triggered slow step is put off. 0 is Eq. 5: the boundary token is the query. With "
-        "1 the first token after the boundary is.",
-        least=0,
-    )
-    slow_start: int = setting(
-        2,
-        "How many steps are slow at the start. 1 is the paper (g_0 = 1). With 2 the first generated token, "
-        "not only the prompt's last queries, selects what the first sentence reads "
-        "(docs/evidence/evaluation.md has what that is worth, as for span and trigger_delay).",
-        least=1,
-    )
-    span: int = setting(
-        10, "Evidence is max-pooled over so many positions each side; 0 is the paper.", least=0, most=WIDEST
-    )
+    # docs/evidence.md and docs/evidence/evaluation.md have what these four are worth
+    min_gap: int = setting(4, "Ignore triggers for so many steps after a slow step; 0 is the paper.", least=0)
+    trigger_delay: int = setting(1, "Steps by which a triggered slow step is put off; 0 is Eq. 5.", least=0)
+    slow_start: int = setting(2, "How many steps are slow at the start; 1 is the paper (g_0 = 1).", least=1)
+    span: int = setting(10, "Evidence is max-pooled over so many positions each side; 0: paper.", least=0, most=WIDEST)
     trigger_policy: str = setting(
         "boundary",
-        "What makes a step slow; boundary is Eq. 5 and T_max. t_max applies to boundary, t-max and random, "
-        "min_gap to boundary and random.",
+        "What makes a step slow; boundary is Eq. 5 and T_max. t_max is of t-max and random too, min_gap of random.",
         choices=TRIGGER_POLICIES,
     )
     stride: int = setting(16, "Steps from one slow step to the next under stride.", least=1)
@@ -188,17 +140,11 @@ class SfiConfig(Table):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """Return the settings of a TOML text, as `to_toml` writes it; what it lacks has its default.
-
-        Raise `ConfigError` for a text that is no TOML, and as `replace`.
-        """
+        """Return a TOML text's settings, defaults for the others; raise `ConfigError` as `replace`, and for no TOML."""
         return cls().replace(**_parsed(text, "config text", ConfigError))
 
     def replace(self, /, **changes: Any) -> Self:
-        """Copy with other values; a table such as `selector` takes a mapping of the fields to change.
-
-        Raise `ConfigError` for an unknown name, or a value of the wrong type or out of range.
-        """
+        """Copy with other values, in tables too (`selector={"alpha": 0.4}`); raise `ConfigError` for a wrong one."""
         for name in PARTS:
             if isinstance(part := changes.get(name), Mapping):
                 changes[name] = dataclasses.replace(getattr(self, name), **part)
@@ -251,10 +197,7 @@ def flat_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read the settings of a TOML file, without its `provenance` table.
-
-    Raise `InputError` for a file that cannot be read or is no TOML.
-    """
+    """Read a TOML file's settings, without its `provenance` table; raise `InputError` for one that cannot be read."""
     try:
         text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
@@ -292,13 +235,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         # Paper gap: the released code bounds lambda by 0.25 if it averages several rows of evidence, and by
         # 0.35 for a single row (a decoding step with one query head per KV head). It raises Eq. 11 to the
         # power 0.7, so its beta and eta are 0.7 times the paper's.
-        "selector": {
-            "lambda_clip": 0.25,
-            "alpha_soft": 1.0,
-            "alpha_cross": 0.85,
-            "beta": 0.7 * -math.log(0.6) / 0.9,
-            "eta": 0.7 * 0.4,
-        },
+        "selector": {"lambda_clip": 0.25, "alpha_soft": 1.0, "alpha_cross": 0.85, "beta": WEAK_BETA, "eta": 0.7 * 0.4},
     },
     # FreeKV's two scenarios (Sec. 5.1); its budget of 2048 includes sink and recent tokens (Sec. 2.1)
     "freekv-long-input": {"sink": 128, "recent": 128, "budget": 1792},

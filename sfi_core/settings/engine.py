@@ -14,6 +14,7 @@ UNITS = {
     for power, prefix in enumerate("kmgt", 1)
     for binary in ("", "i")
 }
+KV_DTYPES = ("auto", "float16", "bfloat16")
 BACKENDS = ("auto", "torch", "triton")
 WEIGHTS = ("auto", "floats", "int8")  # how the matrices of a model lie; see `load`
 PAGE_SIZE = 64  # tokens of a page under the triton backend: one tile
@@ -28,11 +29,9 @@ class DeviceBudget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a share such as `20%`, or a size such as `2GiB`, `500MB` or plain bytes.
+        """Parse a share in (0, 100%] such as `20%`, or a size such as `2GiB`, `500MB` (10^6) or plain bytes.
 
-        Units are KiB, MiB, GiB, TiB (powers of 1024) and kB, MB, GB, TB (powers of 1000), in any case.
-
-        Raise `ConfigError` if the text is neither, the share not in (0, 100%], or the size no whole byte.
+        Raise `ConfigError` for another text, and for less than a byte.
         """
         written = WRITTEN.fullmatch(text.strip())
         if written is not None:
@@ -54,38 +53,17 @@ class EngineOptions(Table):
     """The engine's switches, and how it reads prompts and computes attention."""
 
     overlap: bool = setting(
-        True,
-        "Run a layer's Selector and pack on a second CUDA stream, beside the next layers (Sec. 4.1). Else a "
-        "slow step selects for all layers in one call at its end, as a CPU always does.",
+        True, "Select beside the next layers on a second CUDA stream (Sec. 4.1), else in one call at a slow step's end."
     )
-    graphs: bool | None = setting(
-        None,
-        "Replay whole decoding steps as CUDA graphs, on a CPU each as one compiled call; none does so where it can.",
-    )
-    lossless: bool = setting(
-        False, "Full attention's own tokens: fast steps draft, slow steps verify what they drafted."
-    )
-    fused: bool | None = setting(
-        None,
-        "Run each of a model's norms, rotations and gates as one Triton kernel. Modules whose source is not "
-        "known stay as they are. None does so on a CUDA device.",
-    )
+    graphs: bool | None = setting(None, "Replay steps as CUDA graphs, on a CPU as compiled calls; none: where it can.")
+    lossless: bool = setting(False, "Full attention's own tokens: fast steps draft, slow steps verify.")
+    fused: bool | None = setting(None, "Run known norms, rotations and gates as Triton kernels; none: on CUDA.")
     kv_device_budget: str | None = setting(
-        None,
-        "Keep all keys and values in host memory, and at most this much on the device: a share of the cache "
-        "such as 20%, or a size such as 2GiB. None keeps everything on the device.",
+        None, "Keep all keys and values in host memory, and at most this much on the device: 20%, 2GiB; none: all."
     )
     kv_page: int = setting(32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1)
-    kv_dtype: str = setting(
-        "auto",
-        "On a CPU, the numbers of the KV cache: the model's, or those of 16 bits, which halve a float32 cache.",
-        choices=("auto", "float16", "bfloat16"),
-    )
-    backend: str = setting(
-        "auto",
-        "What computes attention: the Triton kernels or PyTorch. auto takes triton on a CUDA device.",
-        choices=BACKENDS,
-    )
+    kv_dtype: str = setting("auto", "On a CPU, the KV cache's numbers: the model's, or 16 bits.", choices=KV_DTYPES)
+    backend: str = setting("auto", "What computes attention; auto takes triton on a CUDA device.", choices=BACKENDS)
     prefill_chunk: int = setting(4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0)
 
     def __post_init__(self) -> None:
@@ -95,10 +73,7 @@ class EngineOptions(Table):
             DeviceBudget.parse(self.kv_device_budget)
 
     def on_several_ranks(self) -> "EngineOptions":
-        """Return the options without overlap: ranks must call each other in the order of the layers.
-
-        Raise `ConfigError` if `graphs` is True, which tensor parallelism excludes.
-        """
+        """Return the options without overlap: ranks call each other by layer; raise `ConfigError` for `graphs` True."""
         if self.graphs:
             raise ConfigError("graphs must be off under tensor parallelism, got graphs=True")
         return replace(self, overlap=False)
@@ -111,12 +86,7 @@ DEFAULTS = EngineOptions()
 class AuditConfig(Table):
     """Which steps and layers to compare with dense attention, and on how many positions."""
 
-    every: int = setting(
-        1,
-        "Compare every N-th step with dense attention. The tokens stay the same. Slow steps are always "
-        "audited: later steps are compared with them.",
-        above=0,
-    )
+    every: int = setting(1, "Compare every N-th step with dense attention. Slow steps are always audited.", above=0)
     top: int = setting(1024, "Positions of an audited support, K: those with the most attention.", above=0)
     layers: tuple[int, ...] | None = setting(None, "Audit only these layers; none audits all.", least=0)
 
