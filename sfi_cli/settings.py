@@ -30,9 +30,7 @@ class TraceTable(Table):
     positions: bool | None = setting(None, "Record the positions of every selection; none does so while they are few.")
     redact_text: bool = setting(False, "Keep token ids and text out of the trace.")
     spans: bool | None = setting(
-        None,
-        "Time the phases inside steps, which then run one kernel after the other; none does so only in steps "
-        "that are not replayed as CUDA graphs; false times none, outside steps neither.",
+        None, "Time phases inside steps, which are then not replayed; none: of steps that are not; false: none at all."
     )
 
 
@@ -42,10 +40,7 @@ class ModelTable(Table):
 
     revision: str | None = setting(None, "Branch, tag or commit on the hub.")
     weights: str = setting(
-        "auto",
-        "auto: the checkpoint's dtype, on a CPU a GGUF file's blocks; floats: of a GGUF file unpacked; int8: matrices "
-        "rounded to 8 bits, with a scale for 32 numbers, on a CPU.",
-        choices=WEIGHTS,
+        "auto", "auto: as the file has them; floats: GGUF unpacked; int8: rounded to 8 bits, on a CPU.", choices=WEIGHTS
     )
 
 
@@ -71,7 +66,6 @@ class EvalTable(Table):
     windows: int = setting(4, "Places of the text of --fidelity, evenly apart.", least=1)
 
 
-TRIALS = 200  # of `sfi tune`, unless --trials says otherwise
 TABLES: dict[str, type] = {
     "engine": EngineOptions,
     "audit": AuditConfig,
@@ -93,6 +87,7 @@ SEARCHED = (  # the dimensions of `sfi tune`, besides the triggers
 REPLAYED = (
     *SEARCHED, "trigger_token_ids", "random_rate", "trigger_seed", "recent_mode", "sink", "page_size",
 )  # fmt: skip
+DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
 # which steps are slow, which `sfi bench` states
@@ -121,15 +116,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
-
-
 def settings_for(command: str) -> dict[str, Setting]:
     """List the settings that have an effect on a command."""
-    accepted = COMMANDS[command]
-    return {
-        name: declared for name, declared in SETTINGS.items() if name in accepted or name.partition(".")[0] in accepted
-    }
+    accepted = {*COMMANDS[command]}
+    return {name: declared for name, declared in SETTINGS.items() if {name, name.partition(".")[0]} & accepted}
 
 
 def places(name: str) -> list[str]:
@@ -148,9 +138,8 @@ class Given:
 
     def of(self, name: str) -> dict[str, Any]:
         """Return the given settings of a table."""
-        return {
-            full.removeprefix(f"{name}."): value for full, value in self.values.items() if full.startswith(f"{name}.")
-        }
+        prefix = f"{name}."
+        return {full.removeprefix(prefix): value for full, value in self.values.items() if full.startswith(prefix)}
 
     def table(self, kind: type[T]) -> T:
         """Make a table: the given settings, and defaults for the others."""
@@ -173,18 +162,13 @@ def given(
     file's tables of other commands are checked, and have no effect. Raises `ConfigError` for a setting that is unknown,
     invalid, or given by `--set` and by its option; `InputError` for a file that cannot be read, or is no TOML.
     """
-    config = base or SfiConfig()
-    if preset is not None:
-        config = SfiConfig.preset(preset)
-    values: dict[str, Any] = {}
-    if file is not None:
-        values = _of_file(file)
-        config = config.replace(**nested(values))
-    said = _said(settings_for(command), sets, options or {})
-    effective = settings_for(command).keys() - DECODING.keys()
+    config = base or SfiConfig() if preset is None else SfiConfig.preset(preset)
+    values, accepted = {} if file is None else _of_file(file), settings_for(command)
+    config = config.replace(**nested(values))
+    said = _said(accepted, sets, options or {})
     return Given(
         config=config.replace(**nested(said)),
-        values={name: value for name, value in (values | said).items() if name in effective},
+        values={name: value for name, value in (values | said).items() if name in accepted.keys() - DECODING.keys()},
         said=frozenset(said),
     )
 
@@ -202,11 +186,7 @@ def effective_settings(preset: str | None, file: Path | None, sets: Iterable[str
 
 def _of_file(path: Path) -> dict[str, Any]:
     # checked values by full name
-    values: dict[str, Any] = {}
-    for name, value in read_toml(path).items():
-        values |= (
-            {f"{name}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {name: value}
-        )
+    values = flat_settings(read_toml(path))
     try:
         return {name: lookup(name, SETTINGS).checked(value) for name, value in values.items()}
     except ConfigError as error:
@@ -281,10 +261,8 @@ def value_of(declared: Setting, text: str) -> Any:
 
 def written(value: Any) -> str:
     """Write a value as `--set` takes it."""
-    if value is None:
-        return NONE
-    if isinstance(value, str):
-        return value
+    if value is None or isinstance(value, str):
+        return NONE if value is None else value
     if isinstance(value, tuple) and value and all(type(item) is int for item in value):
         return ",".join(map(str, value))
     return json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,7 @@ from sfi_cli import options as o
 from sfi_cli.commands.trace.replay.views import OUTCOME, everywhere, varied
 from sfi_cli.options import Subject
 from sfi_cli.parsing import named_strings
-from sfi_cli.settings import DIMENSIONS, SETTINGS, TRIALS, given, texts
+from sfi_cli.settings import DIMENSIONS, SETTINGS, given, texts
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
 from sfi_core.settings.engine import EngineOptions
@@ -30,7 +30,7 @@ def tune(
     search: Annotated[o.Words, _space("Another dimension: span=0:16 or span=0,4,8.", metavar="NAME=VALUES")] = None,
     min_retained: Annotated[o.Real, _search("Least mean retained mass, as replayed.")] = None,
     max_read: Annotated[o.Real, _search("Largest share of the cached tokens read.")] = None,
-    trials: Annotated[int, _search("Settings to try.", min=1)] = TRIALS,
+    trials: Annotated[int, _search("Settings to try.", min=1)] = 200,
     seed: Annotated[int, _search("Seed of the sampler.", min=0, max=2**32 - 1)] = 0,
     confirm: Annotated[int, _search("Run so many of the front for real, the chosen one among them.", min=0)] = 0,
     model: o.Model = None,
