@@ -41,10 +41,7 @@ SHARED = (["generate"], ["trace", "record"])
 
 
 class Group(TyperGroup):
-    """Finds a command named by two words (`sfi tune heads`) before one named by the first (`sfi tune`).
-
-    Says that a command was interrupted: Typer would end it without a word.
-    """
+    """Finds `sfi tune heads` before `sfi tune`, and says that a command was interrupted: Typer would not."""
 
     def make_context(self, *words: Any, **more: Any) -> Any:
         """Read the arguments; Ctrl-C meanwhile is one line."""

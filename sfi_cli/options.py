@@ -123,10 +123,7 @@ class Subject:
         check_weights(self.loading["weights"], device, dtype)
 
     def loaded(self, check: Callable[[Any], None] | None = None) -> tuple[Any, Any]:
-        """Return the model and its tokenizer, for random weights the bundled one.
-
-        `check` is called with a checkpoint's config before its weights are read, and may refuse it.
-        """
+        """Return the model and its tokenizer; `check` may refuse a checkpoint's config before its weights are read."""
         from sfi_core.models.load import load, load_tokenizer, resolve_device
 
         if self.random_weights is None:

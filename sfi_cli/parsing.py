@@ -25,10 +25,7 @@ def words(values: Iterable[str] | None) -> list[str]:
 
 
 def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None) -> list[Any]:
-    """Read comma lists of numbers by `kind`, which raises ValueError for another word.
-
-    Raises `ConfigError`, which begins with `rule` and shows `got` or the word, for a word that is no number.
-    """
+    """Read comma lists by `kind`; raise `ConfigError`, of `rule` and `got` or the word, where it raises ValueError."""
     found = []
     for word in words(values):
         try:

@@ -156,11 +156,10 @@ def given(
     sets: Iterable[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Given:
-    """Collect the settings of a command.
+    """Collect a command's settings: the preset's (None: `base`), over them a file's, then those of `sets` and options.
 
-    The config file overrides the preset (None: `base`); `--set` and options, None where not given, override both. A
-    file's tables of other commands are checked, and have no effect. Raises `ConfigError` for a setting that is unknown,
-    invalid, or given by `--set` and by its option; `InputError` for a file that cannot be read, or is no TOML.
+    A file's tables of other commands are checked, and have no effect. Raise `ConfigError` for an unknown setting, an
+    invalid one, or one given twice; `InputError` for a file that cannot be read.
     """
     config = base or SfiConfig() if preset is None else SfiConfig.preset(preset)
     values, accepted = {} if file is None else _of_file(file), settings_for(command)
@@ -204,10 +203,7 @@ def _said(known: Mapping[str, Setting], sets: Iterable[str] | None, options: Map
 
 
 def texts(known: Mapping[str, Setting], sets: Iterable[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Join `NAME=VALUE` and options into texts by setting.
-
-    Raise `ConfigError` for another text, a setting without effect here, and one given twice.
-    """
+    """Join `NAME=VALUE` and options by setting; raise `ConfigError` for one without effect here, or given twice."""
     assigned = {}
     for text in sets or ():
         name, equals, value = text.partition("=")

@@ -29,11 +29,7 @@ class SfiConnector(PlainConnector):
     """The plugin's connector with a trace."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Begin the scheduler's or a worker's side; the scheduler's side begins the trace.
-
-        Raises `ConfigError` as the plugin's own, for a trace's folder that is not empty, and for a model that cannot be
-        described.
-        """
+        """Begin a side, on the scheduler's also the trace; raise `ConfigError` as the plugin's own, or for a folder."""
         self._recorder: ParquetObserver | None = None
         # spans of the steps that the workers run now
         self._steps: deque[AbstractContextManager[None]] = deque()

@@ -65,11 +65,7 @@ def dated_folder(name: str) -> Path:
 
 @dataclass(eq=False)
 class Output:
-    """All that a command writes: its data, a figure, and lines for a person.
-
-    `with` checks the files before the work starts. A file gets its name when it is complete; a device or a FIFO
-    is written to.
-    """
+    """All that a command writes: its data, a figure, and lines for a person; `with` checks the files first."""
 
     path: Path | None = None  # None is stdout
     _: KW_ONLY
@@ -83,11 +79,7 @@ class Output:
     _within_line: bool = field(default=False, init=False)  # on stdout
 
     def __enter__(self) -> Self:
-        """Check the files.
-
-        Raises `ConfigError` for a file that exists while `force` is off, a folder, a link, another suffix, or a figure
-        neither PNG nor SVG; `BackendError` for one without matplotlib; `SfiError` for a file that cannot be written.
-        """
+        """Check the files; raise `ConfigError`, `SfiError`, or `BackendError` for a figure without matplotlib."""
         if self.path is not None and not self.path.name.endswith(self.suffix):
             raise ConfigError(f"output must end in {self.suffix}, got {self.path.name}")
         if self.plot is not None:
@@ -116,10 +108,7 @@ class Output:
             new_file(path).unlink()
 
     def stream(self, text: str) -> None:
-        """Write a piece of text to stdout at once.
-
-        Raises `SfiError` where stdout cannot be written, as to a full disk; BrokenPipeError if a pipe's reader ended.
-        """
+        """Write to stdout at once; raise `SfiError` for a full disk, BrokenPipeError if a pipe's reader ended."""
         self._within_line = not text.endswith("\n") if text else self._within_line
         try:
             sys.stdout.write(text)
@@ -162,10 +151,9 @@ class Output:
             self.pieces([text])
 
     def pieces(self, pieces: Iterable[str], files: ExitStack | None = None) -> None:
-        """Write pieces of a trace to stdout one by one, or to the file; a .gz file is compressed.
+        """Write pieces to stdout, on a terminal what prints of them, or to the file, compressed if a .gz.
 
-        They come from a file: a terminal gets what prints of them, all else the data itself. With `files` all of a
-        command's files get their names together, when it closes.
+        With `files` all of a command's files get their names together, when it closes.
         """
         if self.path is None:
             for piece in pieces:
@@ -219,10 +207,7 @@ class Output:
             self.say(f"Wrote {path}")
 
     def say(self, text: str, indent: int = 0) -> None:
-        """Print a line for a person on stderr, unless `quiet`; on a terminal not within a line of the stream.
-
-        There a line that is too long goes on below, with so many blanks before it.
-        """
+        """Print a line for a person, unless `quiet`; on a terminal, what goes on below begins with `indent` blanks."""
         if not self.quiet:
             if sys.stdout.isatty():
                 self.end_line()

@@ -33,10 +33,7 @@ class Progress:
         self.clear()
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Show that `done` of `total` parts of a phase are done; 0 is an unknown total.
-
-        A bar on a terminal; elsewhere a line, at most one in `PATIENCE` seconds.
-        """
+        """Show `done` of `total` (0: unknown): a bar on a terminal, elsewhere at most a line in `PATIENCE` seconds."""
         if self._quiet:
             return
         if sys.stderr.isatty():

@@ -115,10 +115,7 @@ def draw(rng: random.Random, length: int, asked: int | None = None) -> Recall:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt with its only right completion.
-
-    Under `config`, `sfi` selects less than a tenth of the context. The prompt ends with the first word of the answer.
-    """
+    """A prompt that ends with the answer's first word, its only right completion, and settings that show `sfi`."""
 
     prompt: str
     answer: str

@@ -54,10 +54,7 @@ class ModelWeights:
         )
 
     def read(self, batch: int = 1) -> int:
-        """Return the bytes that a step reads to decode one token of each of `batch` requests.
-
-        Of E experts with k active ones, B tokens at random read E (1 - (1 - k/E)^B) distinct ones on average.
-        """
+        """Return a step's bytes for `batch` tokens; they read E (1 - (1 - k/E)^B) of E experts on average, k active."""
         share = 1.0
         if self.experts and self.active:
             share = 1 - (1 - self.active / self.experts) ** batch

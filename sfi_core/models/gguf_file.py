@@ -168,11 +168,7 @@ class _Reader:
 
 @contextmanager
 def read_once() -> Iterator[None]:
-    """Let transformers read a file's head once, unpack it in large pieces, and show no progress bar.
-
-    transformers reads the head at each use, and works out the names of all tensors anew for each of the model's
-    modules; gguf unpacks 16 rows at a time.
-    """
+    """Let transformers read a file's head once and work names out once, let gguf unpack large pieces, without a bar."""
     import gguf  # noqa: PLC0415 - of an extra
 
     with _reading, ExitStack() as stack:  # another thread's load waits: it would put back what it finds here

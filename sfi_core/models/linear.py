@@ -31,10 +31,7 @@ LARGE = 1 << 16  # weights from which on a compiled product pays
 
 @dataclass(slots=True)
 class Weights:
-    """How a loaded model keeps its weights, in `model.sfi_weights`: for reports.
-
-    `blocks` counts its matrices of blocks by type; `floats` has by name why others are none, under "" why none is.
-    """
+    """For reports, `model.sfi_weights`: matrices of blocks by type, and why others, by name, "" for all, are floats."""
 
     blocks: dict[str, int] = field(default_factory=dict)
     floats: dict[str, str] = field(default_factory=dict)

@@ -9,11 +9,7 @@ EXTENDED = (None, "default", "llama3", "longrope")  # kinds whose factor leaves 
 
 
 def pass_rotation(config: Any) -> str:
-    """Return the kind of RoPE that rotates all tokens of a pass by its largest position; else "".
-
-    With transformers' `longrope` and `dynamic` a token's keys depend on the pass that read the token: pieces
-    of another size, or a longer request beside it, give other keys, and other tokens.
-    """
+    """Return the kind of RoPE that rotates a pass's tokens by its largest position (longrope, dynamic); else ""."""
     kinds = (str(rope.get("rope_type")) for rope in _ropes(config.get_text_config(decoder=True)))
     return next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), "")
 

@@ -56,7 +56,7 @@ class Source:
 def find_source(model: str) -> Source:
     """Find an alias, `file.gguf`, `folder:file.gguf`, `hub/id:file.gguf`; all else is a folder or a hub id.
 
-    An alias wins over a folder of that name. Raise `InputError` for a missing file, `BackendError` for a package.
+    Raise `InputError` for a missing file, `BackendError` for a package.
     """
     if model not in SHIPPED and not model.endswith(".gguf"):
         near = get_close_matches(model, SHIPPED, 1, 0.75)
@@ -91,10 +91,7 @@ def _shipped_file(alias: str) -> Path:
 
 
 def model_digest(model: Any) -> str:
-    """Return a loaded model's digest, which others of its architecture do not share; "" for unknown.
-
-    It is that of the source that `load` noted, or of the folder in the config; random weights have none.
-    """
+    """Return a loaded model's digest, that of what `load` noted or of the config's folder; "" for unknown."""
     origin = getattr(model, "sfi_origin", None)
     if origin is not None:
         return source_digest(*origin)
@@ -135,10 +132,7 @@ def commit_of(hub_id: str, revision: str | None) -> str | None:
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Return a digest of a checkpoint's names, sizes, texts, and a sample of every tensor.
-
-    It reads a kilobyte a tensor, not the weights: checkpoints of one architecture that agree in all samples share it.
-    """
+    """Return a digest of a checkpoint's names, sizes, texts, and a kilobyte of every tensor."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         if path.suffix in WEIGHTS:

@@ -29,10 +29,7 @@ class DeviceBudget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a share in (0, 100%] such as `20%`, or a size such as `2GiB`, `500MB` (10^6) or plain bytes.
-
-        Raise `ConfigError` for another text, and for less than a byte.
-        """
+        """Parse a share in (0, 100%], as `20%`, or a size, as `2GiB`, `500MB` or plain bytes; raise `ConfigError`."""
         written = WRITTEN.fullmatch(text.strip())
         if written is not None:
             number, unit = Fraction(written[1]), written[2].lower()

@@ -59,10 +59,7 @@ class Setting:
         return self.meaning.partition(". ")[0].removesuffix(".") + "."
 
     def checked(self, value: Any) -> Any:
-        """Return a valid value as the field stores it: an int as a float, a list as a tuple.
-
-        Raise `ConfigError` if the value has another type or is out of range.
-        """
+        """Return the value as the field stores it, int as float, list as tuple; raise `ConfigError` for a wrong one."""
         if value is None and self.optional:
             return None
         wanted = "true or false" if self.kind is bool else self.kind.__name__

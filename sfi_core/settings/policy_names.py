@@ -26,10 +26,7 @@ def installed() -> tuple[EntryPoint, ...]:
 
 
 def default_policy(*, lossless: bool) -> str:
-    """Name the policy of a run that names none; drafts are kept longer the closer they are to full attention.
-
-    docs/lossless.md has the share of drafted tokens that each policy keeps.
-    """
+    """Name the policy of a run that names none; docs/lossless.md has the share of drafts that each policy keeps."""
     return "codescan" if lossless else "sfi"
 
 

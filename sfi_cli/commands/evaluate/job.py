@@ -32,10 +32,10 @@ ENGINE = ("backend", "kv_dtype", "prefill_chunk", "kv_device_budget", "kv_page")
 def run(
     given: Mapping[str, Any], loading: Mapping[str, Any], folder: Path | None, output: Output, *, resume: bool
 ) -> None:
-    """Make the rows that the folder lacks, and show all rows.
+    """Make the rows that the folder lacks, by default of a new one named after the time, and show all rows.
 
     `given` are values of the options, None for one that was not given; `loading` arguments of `load` that a results
-    folder does not keep. Without a `folder` a new one is named after the time. `output.force` lets results be replaced.
+    folder does not keep.
     """
     if resume and folder is None:
         raise ConfigError("resume must come with --output DIR, got none")
@@ -183,10 +183,7 @@ def _plain(value: Any) -> Any:
 
 
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill the defaults in; with `fidelity`, no task is a default.
-
-    Raises `ConfigError` for shares together with budgets, or an option of fidelity without `fidelity`.
-    """
+    """Fill the defaults in; raise `ConfigError` for shares with budgets, or options of fidelity without `fidelity`."""
     chosen = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | chosen
     if asked["model"] is not None and "methods" not in chosen:
@@ -205,10 +202,7 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the folder's first run (`before`) for a run that resumes it.
-
-    Raises `ConfigError` if an option given now differs from the folder's, or the folder has an unknown option.
-    """
+    """Return the options of the folder's first run, `before`; raise `ConfigError` for others, or unknown ones."""
     for name in before:
         if name not in DEFAULTS:
             raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")

@@ -46,10 +46,9 @@ def run(
     by_line: bool,
     prompt_cache: Path | None,
 ) -> None:
-    """Load the model, decode, write the text or the document, and report.
+    """Load the model, decode, write the text or the document, and report; `by_line` writes each answer as it ends.
 
-    `compare` and `beside` ask for further runs for comparison, under full attention and lossless. `by_line` writes each
-    answer as it ends.
+    `compare` and `beside` ask for further runs for comparison, under full attention and lossless.
     """
     engine, sampling = settings.table(EngineOptions), settings.of("sampling")
     drawing, folder = prompts.sampling(Sampling(**sampling)), None
@@ -112,10 +111,7 @@ def run(
 def recording(
     folder: Path | None, table: TraceTable, output: Output, **options: Any
 ) -> Iterator[tuple[list["Observer"], "ParquetObserver | None"]]:
-    """Open the observers of a run, close them at its end, and name the trace; no folder makes no trace.
-
-    `options` go to `ParquetObserver`. Yields the observers, and that of the trace.
-    """
+    """Yield the observers of a run, and that of the trace, with `options`; at the end close them and name the trace."""
     from sfi_traces.health import Watch
     from sfi_traces.record.nvtx import NvtxObserver
     from sfi_traces.record.parquet import ParquetObserver

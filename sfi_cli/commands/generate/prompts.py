@@ -151,10 +151,7 @@ KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
-    """Return the tokens of an entry; messages, or with `chat` also a text, in the chat template.
-
-    Raises `InputError` for a tokenizer without a chat template or with a broken one, and for a text that is no Unicode.
-    """
+    """Return an entry's tokens; messages, with `chat` a text too, need a chat template, else `InputError` is raised."""
     if isinstance(entry, str) and not chat:
         return text_ids(tokenizer, entry)
     messages = [{"role": "user", "content": entry}] if isinstance(entry, str) else entry
@@ -164,10 +161,7 @@ def token_ids(entry: Entry, tokenizer: Any, *, chat: bool) -> list[int]:
 
 
 def unanswered(prompts: Prompts, path: Path) -> Prompts:
-    """Return the lines that a file of answers lacks, by id or else by number; a torn last answer counts as none.
-
-    Raises `InputError` for a file with other lines.
-    """
+    """Return the lines that a file of answers lacks; raise `InputError` for a file with other lines."""
     if not path.exists():
         return prompts
     answered = set()

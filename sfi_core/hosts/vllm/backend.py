@@ -29,10 +29,7 @@ Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass, beside vLLM's metadata, of which `common` was the input.
-
-    `entered` is the pass, once a layer has entered it; `part` is `part_of` it.
-    """
+    """Shared by all layers of a pass: the input of vLLM's metadata, the pass once a layer `entered`, its `part_of`."""
 
     common: Any
     builder: Any
@@ -40,11 +37,7 @@ class Batch:
     part: tuple[Any, slice | torch.Tensor] | None = None
 
     def enter(self, engine: WorkerEngine) -> MatchedPass:
-        """Enter the pass with the first layer, and return it for the others.
-
-        The metadata has each row's first query and cached tokens on the host (the latter exact without speculative
-        decoding); rows of no tokens pad the batch at the end.
-        """
+        """Enter the pass with the first layer, and return it; rows of no tokens pad the batch at the end."""
         if self.entered is None:
             common, table_RP = self.common, self.common.block_table_tensor
             assert engine.plan is not None, "the scheduler has planned the pass"

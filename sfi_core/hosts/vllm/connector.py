@@ -165,10 +165,7 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return policy
 
     def make_observer(self) -> Observer:
-        """Return the observer of the side; a worker gathers its events for the scheduler's side.
-
-        Raise `ConfigError` for a trace, which only the command line's connector records.
-        """
+        """Return the side's observer; raise `ConfigError` for a trace, which the command line's connector records."""
         if self.settings.options.trace is None:
             return NullObserver()
         if not self.schedules:

@@ -70,11 +70,7 @@ def is_full(spec: Any) -> bool:
 
 
 def full_group(groups: Any) -> tuple[int, list[str]]:
-    """Return the number of the only full-attention KV cache group, and its layers' names.
-
-    vLLM keeps the others: windows, chunks, and states of linear attention, state spaces and convolutions. Raise
-    `ConfigError` for no such group, or several, and for a group of an unknown kind.
-    """
+    """Return the number and the layers' names of the only full-attention group; raise `ConfigError` without one."""
     found = []
     for number, group in enumerate(groups):
         spec, names = group.kv_cache_spec, list(group.layer_names)
@@ -113,10 +109,7 @@ def slot_count(vllm_config: Any, options: PluginOptions) -> int:
 
 
 def impl_of(module: Any) -> Any:
-    """Return the implementation of an attention layer.
-
-    Raise `ConfigError` unless the implementation is ours, and sfi is the only connector.
-    """
+    """Return an attention layer's implementation; raise `ConfigError` unless it is ours, and sfi the only connector."""
     if not hasattr(module.impl, "pages"):
         raise ConfigError(
             f"attention must be sfi's own, got {type(module.impl).__name__}; add {shlex.join(attention_flags())}"
@@ -224,10 +217,7 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
 
 
 def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
-    """Raise `ConfigError`, with budget and slots that fit, for slots beyond `slots_memory`.
-
-    `layers` have a segment, with rows of `shape` in this process.
-    """
+    """Raise `ConfigError`, with what fits, for slots of `layers` with rows of `shape` beyond `slots_memory`."""
     total, parallel = total_bytes(shape.device), vllm_config.parallel_config
     # the processes of one machine share its memory; each has a GPU of its own
     sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1

@@ -115,11 +115,7 @@ TOTALS = {  # the server's counters, and what `/metrics` says of them
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """vLLM's schedule of one engine step: new tokens by request, and what changes in the cache.
-
-    `opened` requests begin, again after a preemption, with their blocks and the tokens already in the cache; `blocks`
-    are the others' new ones.
-    """
+    """A step's schedule: new tokens by request; blocks and cached tokens of those that begin; others' new blocks."""
 
     count: Mapping[str, int]
     opened: Mapping[str, tuple[Sequence[int], int]]
@@ -145,11 +141,7 @@ class Planner:
         observer: Observer | None = None,
         audit: AuditConfig | None = None,
     ) -> None:
-        """Start without requests.
-
-        At most `slots` requests are sparse at once; `block` are the tokens of a cache block, `layers` the
-        full-attention layers; `audit` says which steps the workers audit.
-        """
+        """Allow `slots` sparse requests; `block` are a cache block's tokens, `layers` the full-attention ones."""
         self._make_policy, self._block, self._audit = make_policy, block, audit
         self._layers, self._dense_layers = layers, 0
         self._observer = observer or NullObserver()

@@ -55,10 +55,7 @@ class Server:
         return cls(args, vllm, settings, trigger_ids(vllm, settings))
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM.
-
-        Raise `SfiError` if the address is taken or vLLM's engine did not start or died; vLLM has printed why.
-        """
+        """Serve until SIGINT or SIGTERM; raise `SfiError` if the address is taken, or vLLM's engine died."""
         try:
             run_loop(run_server(self.args))
         except (RuntimeError, OSError, ValueError, OverflowError) as error:
@@ -66,11 +63,7 @@ class Server:
 
 
 def check_flags(args: Any) -> None:
-    """Check the flags before vLLM and the hub's library read them.
-
-    Raise `ConfigError` for flags that vLLM would read and ignore: this is one server, of `--model`. Raise
-    `InputError` for a folder that does not exist.
-    """
+    """Raise `ConfigError` for flags that vLLM would read and ignore, `InputError` for a folder that does not exist."""
     if args.model_tag is not None:
         raise ConfigError(f"give the model as --model before --, got {args.model_tag!r} among vLLM's flags")
     for name in ("headless", "grpc"):

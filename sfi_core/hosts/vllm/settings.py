@@ -44,11 +44,7 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "Settings":
-        """Read `kv_connector_extra_config`: the fields of `PluginOptions` and of `SfiConfig`.
-
-        Raise `ConfigError` for an unknown key, a value that does not fit, or a policy that a server cannot
-        plan.
-        """
+        """Read `kv_connector_extra_config`; raise `ConfigError` for a wrong one, or a policy that no server can plan."""
         values = dict(extra)
         names = {field.name for field in dataclasses.fields(PluginOptions)}
         options = PluginOptions(**{name: values.pop(name) for name in names & values.keys()})
@@ -118,11 +114,7 @@ OWN = ("trigger_policy", "t_max", "min_gap", "trigger_delay", "slow_start", "str
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """How one request is to be decoded.
-
-    `config` is the server's but for `OWN`; a request that is not `enabled` runs dense, and so does one whose
-    settings have an `error`.
-    """
+    """How one request is decoded: the server's `config` but for `OWN`; dense if not `enabled`, or with an `error`."""
 
     config: SfiConfig
     enabled: bool = True
@@ -132,10 +124,9 @@ class RequestSettings:
     def of(
         cls, extra: Mapping[str, Any] | None, config: SfiConfig, check: Callable[[SfiConfig], None]
     ) -> "RequestSettings":
-        """Read a request's settings from its `extra_args`, over the server's `config`.
+        """Read a request's `extra_args`, over the server's `config`; `check` raises ConfigError for what cannot run.
 
-        A mistake goes into `error`: a scheduler cannot refuse a request, and an exception there ends the
-        server. `check` raises ConfigError for settings that cannot run on this server.
+        A mistake goes into `error`: a scheduler cannot refuse a request, and an exception there ends the server.
         """
         try:
             given = {str(name): value for name, value in (extra or {}).items()}

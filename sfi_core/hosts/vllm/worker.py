@@ -132,10 +132,9 @@ class WorkerEngine:
         return self.entered
 
     def attend(self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any) -> None:
-        """Attend with the pass's decoding rows, and select for prompts that vLLM has attended with.
+        """Attend with the pass's decoding rows, and select for prompts; queries by KV head, `options` of `Layer`.
 
-        Queries are grouped by KV head; the outputs of `MatchedPass.whole` are already set. `options` are
-        `scale`, `soft_cap` and `sink_HG` of `engine.layer.Layer`.
+        The outputs of `MatchedPass.whole` are already set.
         """
         entered = self.entered
         assert entered is not None, "the pass has been entered"
@@ -189,12 +188,7 @@ class RowMatcher:
         entries: Sequence[Entry],
         read_blocks: Callable[[], Sequence[int]],
     ) -> list[Entry]:
-        """Return each row's entry.
-
-        `counts` are each row's cached tokens, the new ones included, and its new tokens; `numbers` those in the
-        runner's table, None where it does not say. `read_blocks` reads the block of each row's last token from the
-        device.
-        """
+        """Return each row's entry, by its counts of cached and new tokens, its number, or its last token's block."""
         alike = defaultdict(list)
         for entry in entries:
             alike[entry.length, entry.count].append(entry)

@@ -29,11 +29,8 @@ def replay_settings(
 ) -> list[Setting]:
     """Combine values by setting, with commas between, as the user wrote them, into the settings to replay.
 
-    `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C`
-    each. `note` takes a line for the user.
-
-    Raises `ConfigError` for an invalid value or an option without effect, `TraceError` for triggers of a redacted
-    trace.
+    `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C` each. Raise
+    `ConfigError` for an invalid value or an option without effect, `TraceError` for triggers of a redacted trace.
     """
     base = Setting.recorded(trace)
     axes = {name: _values(name, text) for name, text in texts.items()}
@@ -76,11 +73,9 @@ def _values(name: str, text: str) -> list[Any]:
 def replay_document(
     trace: Trace, against: Path | None, part: Row, settings: Sequence[Setting], *, own_budget: bool, quiet: bool
 ) -> Row:
-    """Replay settings, or that of the run in the folder `against`, over a part of a trace.
+    """Replay settings, or that of the run in the folder `against`, over a part of a trace: request, layers, KV heads.
 
-    Given budgets beyond what the audit recorded are left out, `budgets_left_out`. The trace's, with `own_budget`, is
-    cut, `budget_cut_from`. `part` has the request, layers and KV heads. A replayed setting of a run of policy sfi that
-    is its own is compared with what the run measured.
+    Given budgets beyond what the audit recorded are left out; the trace's, with `own_budget`, is cut.
     """
     real = trace if against is None else Trace.open(against)
     recorded = Supports.load(trace, **part)

@@ -187,10 +187,7 @@ class PlayerApp(App[None]):
 
 
 def text_around(request: Request, step: int, room: int, width: int) -> Text:
-    """Write the tokens before and after a step's, `room` characters each way, where a line break takes `width`.
-
-    The background says why the step reads a token; a slow step reads all, so none is marked.
-    """
+    """Write the tokens around a step's, `room` characters each way; the background says why the step reads a token."""
     prompt, steps, memory = request.prompt_tokens, request.steps, request.memory
     redacted = request.rows["token_text"].null_count
 
