@@ -38,6 +38,7 @@ OPTIONS = {"kv_device_budget": "--kv-device-budget", "contexts": "--context", "b
 LONGEST = 255  # bytes of a file's name
 HELP = "Slow-Fast Inference: decode long contexts and see what the model reads."
 SHARED = (["generate"], ["trace", "record"])
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 class Group(TyperGroup):
@@ -54,10 +55,8 @@ class Group(TyperGroup):
         """Run a command; Ctrl-C that it leaves to us is one line, also where an import made an error of it."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            leave_interrupted()
-        except ImportError:
-            if not _interrupted.is_set():
+        except (KeyboardInterrupt, ImportError) as error:
+            if isinstance(error, ImportError) and not _interrupted.is_set():
                 raise
             leave_interrupted()
 
@@ -84,10 +83,7 @@ app.command()(generate)
 app.command()(chat)
 app.command(cls=Serve)(serve)
 app.command("eval")(evaluate)
-app.command(
-    "lm-eval",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)(lm_eval)
+app.command("lm-eval", context_settings=PASSED_ON)(lm_eval)
 app.command()(bench)
 app.command()(kernel_bench)
 app.add_typer(trace.app, name="trace")

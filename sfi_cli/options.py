@@ -61,6 +61,7 @@ def sets(
     return option(panel, text, "--set", metavar=metavar)
 
 
+Sets = Annotated[Words, sets()]
 Model = Annotated[str | None, model("Hub id, folder, GGUF file, or smollm2.")]
 Dtype = Annotated[str, option(MODEL, "auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, option(MODEL, "auto, cpu, cuda, cuda:1, ...")]

@@ -89,6 +89,7 @@ REPLAYED = (
 )  # fmt: skip
 DIMENSIONS = {name: SETTINGS[name] for name in ("trigger_policy", *SEARCHED)}
 GENERATING = (*DECODING, "engine", "audit", "trace", "sampling", "model")
+RECORDING = ("audit.every", "trace.redact_text")
 TIERS = ("engine.kv_device_budget", "engine.kv_page")
 # which steps are slow, which `sfi bench` states
 TRIGGERING = (
@@ -109,10 +110,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tune": ("engine.backend", "engine.prefill_chunk", *TIERS, "model.revision"),
     "tune heads": ("engine.backend", "engine.prefill_chunk", "model.revision"),
     "trace replay": ("trigger_policy", *REPLAYED),
-    "serve": (
-        *(name for name in DECODING if not name.startswith("draft.")),
-        "audit.every", "trace.redact_text", "model.revision", "serve",
-    ),
+    "serve": (*(name for name in DECODING if "draft." not in name), *RECORDING, "model.revision", "serve"),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import typer
 
 from sfi_cli import options as o
 from sfi_cli.settings import SETTINGS, effective_settings, places, written
+from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core.errors import ConfigError
 from sfi_core.settings.config import toml_lines
@@ -33,26 +34,17 @@ def list_settings(
 
       sfi generate --set selector.alpha=0.7 --set 'triggers=[".", "\n"]' --set engine.overlap=false
     """
-    from sfi_cli.terminal.output import Output
-
     Output(json=json).data({"settings": _rows(prefix)}, _table if prefix else _overview)
 
 
 @app.command("show")
-def show_settings(
-    preset: o.Preset = None,
-    config: o.Config = None,
-    sets: Annotated[list[str] | None, o.sets()] = None,
-    json: o.Json = False,
-) -> None:
+def show_settings(preset: o.Preset = None, config: o.Config = None, sets: o.Sets = None, json: o.Json = False) -> None:
     """Show what a preset, a file and --set make of all settings, as TOML with the origin of each.
 
     For example:
 
       sfi config show --preset paper --config tuned.toml --set budget=128
     """
-    from sfi_cli.terminal.output import Output
-
     output, values = Output(json=json), effective_settings(preset, config, sets)
     if json:
         rows = [{"name": name, "value": value, "origin": origin} for name, (value, origin) in values.items()]

@@ -45,7 +45,7 @@ def serve(
     policy: o.Policy = "sfi",
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets()] = None,
+    sets: o.Sets = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,

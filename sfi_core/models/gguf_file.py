@@ -32,12 +32,7 @@ NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 TEXT, LIST = 8, 9
 LENGTH = struct.Struct("<Q")
 DIMENSIONS = 4  # ggml's most
-PLAIN: dict[str, Any] = {
-    "F16": np.float16,
-    "F32": np.float32,
-    "F64": np.float64,
-    **{f"I{n}": f"i{n // 8}" for n in (8, 16, 32, 64)},
-}
+PLAIN = {"F16": "f2", "F32": "f4", "F64": "f8", "I8": "i1", "I16": "i2", "I32": "i4", "I64": "i8"}
 
 
 class Field(NamedTuple):

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # types of tokens; the last two are found in a text before it is split
 LONGEST = 1024  # letters of a token whose parts are looked for, which takes the square of them
+GGML = "tokenizer.ggml."
 SPACE = "\u2581"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message
@@ -70,11 +71,7 @@ def set_tokens(config: Any, metadata: Mapping[str, Any]) -> None:
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     """Build the tokenizer that a file's metadata describes; raise `ValueError` for an unknown kind."""
-    facts = {
-        name.removeprefix("tokenizer.ggml."): value
-        for name, value in metadata.items()
-        if name.startswith("tokenizer.ggml.")
-    }
+    facts = {name.removeprefix(GGML): value for name, value in metadata.items() if name.startswith(GGML)}
     _check_lists(facts)
     ids = special_ids(metadata, ROLES.values())
     tokens = {f"{role}_token": facts["tokens"][ids[name]] for role, name in ROLES.items() if name in ids}

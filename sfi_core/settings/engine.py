@@ -9,11 +9,8 @@ from sfi_core.errors import ConfigError
 from sfi_core.settings.fields import Table, setting
 
 WRITTEN = re.compile(r"(\d+(?:\.\d+)?) ?(%|[kmgt]i?b|)", re.IGNORECASE)
-UNITS = {
-    f"{prefix}{binary}b": (1024 if binary else 1000) ** power
-    for power, prefix in enumerate("kmgt", 1)
-    for binary in ("", "i")
-}
+UNITS = {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
+UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 KV_DTYPES = ("auto", "float16", "bfloat16")
 BACKENDS = ("auto", "torch", "triton")
 WEIGHTS = ("auto", "floats", "int8")  # how the matrices of a model lie; see `load`

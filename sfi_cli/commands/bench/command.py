@@ -47,7 +47,7 @@ def bench(
     trust_remote_code: o.TrustRemoteCode = False,
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets()] = None,
+    sets: o.Sets = None,
     budget: o.Budget = None,
     plot: Annotated[o.File, o.plot("throughput")] = None,
     output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,

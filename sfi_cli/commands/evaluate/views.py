@@ -86,20 +86,18 @@ def _failure(row: Row) -> str:
     return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"
 
 
-SCORE: Columns = {
-    "score": (partial(number, digits=2), "score"),
-    "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}",
-}
+_two, _four = partial(number, digits=2), partial(number, digits=4)
+SCORE: Columns = {"score": (_two, "score"), "95 %": lambda row: f"{row['low']:.2f}-{row['high']:.2f}"}
 SPEED: Column = (partial(number, digits=1), "tokens_per_second")
 COSTS: Columns = {"read": (percent, "read"), "stored": (percent, "stored_ratio")}
 FIDELITY: Columns = {
     "method": (str, "method"),
     "size": (str, "size"),
-    "KL": (partial(number, digits=4), "kl"),
-    "KL p95": (partial(number, digits=4), "kl_p95"),
+    "KL": (_four, "kl"),
+    "KL p95": (_four, "kl_p95"),
     "agreement": (percent, "agreement"),
-    "perplexity": (partial(number, digits=2), "perplexity"),
-    "full-kv's": (partial(number, digits=2), "perplexity_full"),
+    "perplexity": (_two, "perplexity"),
+    "full-kv's": (_two, "perplexity_full"),
     "slow": (percent, "slow_rate"),
     "read": (percent, "read"),
     "stored": (percent, "stored_ratio"),

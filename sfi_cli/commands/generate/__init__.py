@@ -31,7 +31,7 @@ def generate(
     policy: o.PolicyOrDefault = None,
     preset: o.Preset = None,
     config: o.Config = None,
-    sets: Annotated[o.Words, o.sets()] = None,
+    sets: o.Sets = None,
     budget: o.Budget = None,
     recent: o.Recent = None,
     trigger: o.Triggers = None,

@@ -64,12 +64,9 @@ class Prompts:
     def sampling(self, default: Sampling) -> Sampling | list[Sampling]:
         """Return the sampling of all entries, or of each if a line has a temperature of its own."""
         temperatures = [line.temperature for line in self.lines]
-        if all(temperature is None for temperature in temperatures):
+        if all(value is None for value in temperatures):
             return default
-        return [
-            default if temperature is None else replace(default, temperature=temperature)
-            for temperature in temperatures
-        ]
+        return [default if value is None else replace(default, temperature=value) for value in temperatures]
 
     def seeds(self, default: int) -> int | list[int]:
         """Return the seed of one prompt, or of each line: its own, else `default` plus the line's place."""

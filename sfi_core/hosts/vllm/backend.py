@@ -250,17 +250,10 @@ class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):
 
 
 # FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
-_Parts: Any = (
-    triton_attn.TritonAttentionBackend,
-    triton_attn.TritonAttentionMetadataBuilder,
-    triton_attn.TritonAttentionImpl,
-)
-if is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80):
-    _Parts = (flash_attn.FlashAttentionBackend, flash_attn.FlashAttentionMetadataBuilder, flash_attn.FlashAttentionImpl)
-_Backend: Any
-_Builder: Any
-_Impl: Any
-_Backend, _Builder, _Impl = _Parts
+_flash = is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80)
+_Backend: Any = flash_attn.FlashAttentionBackend if _flash else triton_attn.TritonAttentionBackend
+_Builder: Any = flash_attn.FlashAttentionMetadataBuilder if _flash else triton_attn.TritonAttentionMetadataBuilder
+_Impl: Any = flash_attn.FlashAttentionImpl if _flash else triton_attn.TritonAttentionImpl
 
 
 class SfiCudaBuilder(PagedBuilder, _Builder):

@@ -44,7 +44,7 @@ class Settings:
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> "Settings":
-        """Read `kv_connector_extra_config`; raise `ConfigError` for a wrong one, or a policy that no server can plan."""
+        """Read `kv_connector_extra_config`; raise `ConfigError` for what is wrong, or cannot be planned."""
         values = dict(extra)
         names = {field.name for field in dataclasses.fields(PluginOptions)}
         options = PluginOptions(**{name: values.pop(name) for name in names & values.keys()})

@@ -133,8 +133,7 @@ def _described(trace: Trace, recorded: Sequence[Supports]) -> Row:
         "policy": trace.manifest["policy"],
         "audit_top": recorded[0].top,
         "requests": [
-            {"request": supports.request, "prompt_tokens": supports.prompt_tokens, "steps": supports.steps}
-            for supports in recorded
+            {name: getattr(supports, name) for name in ("request", "prompt_tokens", "steps")} for supports in recorded
         ],
         "layers": recorded[0].layers,
         "heads": len(recorded[0].layer_U),

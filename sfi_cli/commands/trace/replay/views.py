@@ -14,10 +14,7 @@ SETTINGS = {  # heading of a setting's column
     "page_size": "page",
 }  # fmt: skip
 SPARE = ("worst", "p5", "at most", "MB/token", "overlap")  # columns of an outcome
-KEPT = (
-    "kept: retained mass of fast steps, at least, mean and 5th percentile; worst: with its request, step, "
-    "layer and head."
-)
+KEPT = "kept: retained mass of fast steps, at least, mean and p5; worst: with its request, step, layer and head."
 MOST_LAYERS = 12  # the table by layer shows those with the least recall
 LEGEND = (
     "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, their layers "
@@ -159,10 +156,8 @@ def _worst_layer(row: Row) -> str:
 def _layers_table(document: Row) -> Table:
     # a row for each layer, a column for each schedule
     rows = [row for row in document["rows"] if row["reused_steps"]]
-    recall = {
-        layer: [next(each["recall"] for each in row["layers"] if each["layer"] == layer) for row in rows]
-        for layer in document["layers"]
-    }
+    by_layer = [{layer["layer"]: layer["recall"] for layer in row["layers"]} for row in rows]
+    recall = {layer: [shares[layer] for shares in by_layer] for layer in document["layers"]}
     worst = sorted(recall, key=lambda layer: [1.0 if share is None else share for share in recall[layer]])
     shown = sorted(worst[:MOST_LAYERS])
     title = "Recall by layer" + (f", the {len(shown)} lowest of {len(recall)}" if len(shown) < len(recall) else "")
