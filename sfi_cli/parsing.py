@@ -26,13 +26,13 @@ def words(values: Iterable[str] | None) -> list[str]:
 
 def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None) -> list[Any]:
     """Read comma lists by `kind`; raise `ConfigError`, of `rule` and `got` or the word, where it raises ValueError."""
-    found = []
+    parsed = []
     for word in words(values):
         try:
-            found.append(kind(word))
+            parsed.append(kind(word))
         except ValueError as error:
             raise ConfigError(f"{rule}, got {(word if got is None else got)!r}") from error
-    return found
+    return parsed
 
 
 def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
@@ -91,11 +91,9 @@ def read_stdin() -> str:
     """Read the text on stdin, "" where stdin is closed; raise `InputError` for bytes of another encoding."""
     if sys.stdin is None:
         return ""
-    data = sys.stdin.buffer.read()
-    encoding = "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else sys.stdin.encoding
+    data, encoding = sys.stdin.buffer.read(), sys.stdin.encoding
     try:
-        return io.TextIOWrapper(io.BytesIO(data), encoding).read()
+        begins = data.startswith(codecs.BOM_UTF8)
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig" if begins else encoding).read()
     except UnicodeDecodeError as error:
-        raise InputError(
-            f"stdin is not {sys.stdin.encoding.upper()}: {error.reason} at byte {error.start:,}"
-        ) from error
+        raise InputError(f"stdin is not {encoding.upper()}: {error.reason} at byte {error.start:,}") from error

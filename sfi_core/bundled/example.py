@@ -88,14 +88,14 @@ def recall(rng: random.Random, sentences: int, asked: int, *, adjacent: bool = F
     names = rng.sample(NAMES, sentences)
     sentence_of: dict[str, str] = {}
     pieces: list[str] = []
-    left = 0
+    rest = 0  # sentences of the paragraph to come
     for name in names:
-        if left == 0:
-            left = rng.randint(3, 7)
+        if rest == 0:
+            rest = rng.randint(3, 7)
             pieces.append(f"{rng.choice(OPENERS)},")
-        left -= 1
+        rest -= 1
         ending = rng.choices([".", "!", ";", ", right?"], [6, 2, 1, 1])[0]
-        if left == 0 or name == names[-1]:
+        if rest == 0 or name == names[-1]:
             ending = ending.replace(";", ".") + "\n"
         sentence_of[name] = sentence(rng, name, ending)
         pieces.append(sentence_of[name])

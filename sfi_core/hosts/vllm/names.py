@@ -71,19 +71,15 @@ def is_full(spec: Any) -> bool:
 
 def full_group(groups: Any) -> tuple[int, list[str]]:
     """Return the number and the layers' names of the only full-attention group; raise `ConfigError` without one."""
-    found = []
-    for number, group in enumerate(groups):
-        spec, names = group.kv_cache_spec, list(group.layer_names)
-        if is_full(spec):
-            found.append((number, names))
-        elif not isinstance(spec, OTHERS):
-            raise ConfigError(f"sfi does not run in vLLM with a {type(spec).__name__}, that of {names[0]}")
-    if len(found) != 1:
-        named = ": " + " and ".join(names[0] for _, names in found) if found else ""
-        raise ConfigError(
-            f"model must have one group of full-attention layers for sfi in vLLM, got {len(found)}{named}"
-        )
-    return found[0]
+    whole = [(number, list(group.layer_names)) for number, group in enumerate(groups) if is_full(group.kv_cache_spec)]
+    for group in groups:
+        if not (is_full(spec := group.kv_cache_spec) or isinstance(spec, OTHERS)):
+            raise ConfigError(f"sfi does not run in vLLM with a {type(spec).__name__}, that of {group.layer_names[0]}")
+    if len(whole) != 1:
+        named = " and ".join(names[0] for _, names in whole)
+        got = f"{len(whole)}: {named}" if named else "0"
+        raise ConfigError(f"model must have one group of full-attention layers for sfi in vLLM, got {got}")
+    return whole[0]
 
 
 def settings_of(vllm_config: Any) -> Settings:

@@ -42,6 +42,6 @@ def installed_version() -> str:
 
 def check_version() -> None:
     """Raise `ConfigError` for a vLLM that the plugin was not made for."""
-    found = installed_version()
-    if found == "unknown" or found not in SpecifierSet(VERSIONS):
-        raise ConfigError(f"vLLM must be {VERSIONS} for sfi, got {found}")
+    installed = installed_version()
+    if installed == "unknown" or installed not in SpecifierSet(VERSIONS):
+        raise ConfigError(f"vLLM must be {VERSIONS} for sfi, got {installed}")
