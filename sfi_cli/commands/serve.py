@@ -89,7 +89,7 @@ class Service:
     """A server that is to run."""
 
     settings: Given  # the settings that the user gave
-    own: dict[str, Any]  # the plugin's policy, slots and preset; no preset is the default one
+    plugin: dict[str, Any]  # policy, slots and preset; no preset is the default one
     model: str | None  # hub id or folder; None is the bundled checkpoint
     address: str  # host and port
     trace: Path | None  # folder of the trace; None for no trace
@@ -122,8 +122,8 @@ class Service:
         if (revision := self.settings.values.get("model.revision")) is not None:
             words += ["--revision", revision]
         # only those settings of decoding that differ from the preset, to keep vLLM's log short
-        changed = changed_settings(self.settings.config.to_dict(), self.own.get("preset", "default"))
-        extra = {**self.own, **self.settings.of("serve"), **nested(changed)}
+        changed = changed_settings(self.settings.config.to_dict(), self.plugin.get("preset", "default"))
+        extra = {**self.plugin, **self.settings.of("serve"), **nested(changed)}
         if self.trace is not None:
             names = {"trace_audit": "audit.every", "trace_redact_text": "trace.redact_text"}
             traced = {name: self.settings.values.get(setting) for name, setting in names.items()}
@@ -174,7 +174,7 @@ class Service:
             text = "text redacted" if redacted else "keeps every prompt and answer"
             trace = f"{self.trace}, {f'audit every {every}' if every else 'no audit'}, {text}"
         reads = f"budget {config.budget:,} a KV head, recent {config.recent:,}, sink {config.sink}"
-        if self.own["policy"] == "full-kv":
+        if self.plugin["policy"] == "full-kv":
             reads = "every token at every step"
         url = f"http://{self.address}"
         prompt, length = "Once upon a time", f"up to {server.vllm.model_config.max_model_len:,} tokens"
@@ -183,9 +183,9 @@ class Service:
         asked = json.dumps({"model": served, "prompt": prompt, "max_tokens": 12, "temperature": 0})
         return [
             f"model    {served}, {dtype}, {length}",
-            f"policy   {self.own['policy']}: {reads}",
+            f"policy   {self.plugin['policy']}: {reads}",
             f"slow     {config.trigger_policy}{count}, t_max {config.t_max}",
-            f"slots    {min(self.own['slots'], limit)} of {limit} requests may be sparse at once",
+            f"slots    {min(self.plugin['slots'], limit)} of {limit} requests may be sparse at once",
             f"trace    {trace}",
             f"address  {url}/v1, counters at {url}/metrics (vllm:sfi_*)",
             f"try      curl {url}/v1/completions -H 'Content-Type: application/json' -d '{asked}'",

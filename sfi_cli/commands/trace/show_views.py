@@ -127,10 +127,10 @@ def _of(name: str, part: str, write: Callable[[Any], str] = number) -> Callable[
 
 def _lossless(section: Row) -> str:
     each, passes = (number(section[name], 2) for name in ("tokens_per_verification", "passes_per_token"))
-    kept = f"{count(section['accepted'])} of {count(section['drafted'])} drafted tokens"
+    accepted = f"{count(section['accepted'])} of {count(section['drafted'])} drafted tokens"
     return (
         f"lossless: {plural(section['verifications'], 'verification')} gave {count(section['tokens'])} tokens, "
-        f"{each} each, in {passes} passes a token; kept {kept} ({percent(section['acceptance'])}), "
+        f"{each} each, in {passes} passes a token; kept {accepted} ({percent(section['acceptance'])}), "
         f"{percent(section['token_acceptance'])} of the {count(section['tested'])} tested\n"
     )
 

@@ -195,10 +195,10 @@ def text_around(request: Request, step: int, room: int, width: int) -> Text:
         return blanked(f" {at - prompt}" if redacted and at >= prompt else request.words[at])
 
     def within(places: range) -> list[int]:
-        shown, left = [], room
+        shown, spare = [], room
         for at in places:
-            left -= len(word(at)) + width * word(at).count("\n")
-            if left < 0:
+            spare -= len(word(at)) + width * word(at).count("\n")
+            if spare < 0:
                 break
             shown.append(at)
         return shown
