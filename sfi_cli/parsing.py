@@ -24,14 +24,14 @@ def words(values: Iterable[str] | None) -> list[str]:
     return [word.strip() for value in values or () for word in value.split(",") if word.strip()]
 
 
-def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str, got: str | None = None) -> list[Any]:
-    """Read comma lists by `kind`; raise `ConfigError`, of `rule` and `got` or the word, where it raises ValueError."""
+def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str) -> list[Any]:
+    """Read comma lists by `kind`; raise `ConfigError`, which begins with `rule`, where it raises ValueError."""
     parsed = []
     for word in words(values):
         try:
             parsed.append(kind(word))
         except ValueError as error:
-            raise ConfigError(f"{rule}, got {(word if got is None else got)!r}") from error
+            raise ConfigError(f"{rule}, got {word!r}") from error
     return parsed
 
 

@@ -26,8 +26,7 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[
     if text is None:
         return None
     rule = f"{option} must be {'whole numbers' if kind is int else 'numbers'} with commas between"
-    values = parsing.numbers([text], kind, rule, got=text)
-    if not values:
+    if not (values := parsing.numbers([text], kind, rule)):
         raise ConfigError(f"{rule}, got {text!r}")
     return values
 
