@@ -12,7 +12,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
 
-_of = partial(o.option, "Prompt and answer")
+_of = partial(o.option, "Options")
 
 
 def generate(

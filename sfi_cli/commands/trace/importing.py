@@ -10,7 +10,7 @@ from sfi_cli import options as o
 from sfi_cli.terminal.output import Output, dated_folder
 from sfi_traces.views.table import plural
 
-_of = partial(o.option, "The file")
+_of = partial(o.option, "Options")
 HEADS = "the file's, or one for each query head"
 
 
