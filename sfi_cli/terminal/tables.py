@@ -29,6 +29,12 @@ def noted(tables: Iterable[Part], notes: Iterable[str]) -> list[Part]:
     return [*tables, *(f"* {note}" for note in notes)]
 
 
+def shortened(text: str, most: int) -> str:
+    """Cut the middle of a text of more than `most` characters out."""
+    half = (most - 3) // 2
+    return text if len(text) <= most else f"{text[:half]} … {text[-half:]}"
+
+
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
     """Break lines at `width` columns, None for no width; what goes on below begins with `indent`."""
     lines = text.split("\n") if text else []

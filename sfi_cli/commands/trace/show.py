@@ -9,7 +9,7 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.commands.trace.show_views import full_text, show_text
 from sfi_cli.terminal.output import Output
-from sfi_cli.terminal.tables import Part
+from sfi_cli.terminal.tables import Part, shortened
 from sfi_core.errors import ConfigError
 from sfi_core.machine.text import printable
 from sfi_traces.views.table import Columns, Row, Table, count, dense_words, number, plural
@@ -112,18 +112,10 @@ def _where(places: Sequence[Row]) -> str:
     return text if len(text) <= LONGEST_HEADS else f"{text[: LONGEST_HEADS - 1]}…"
 
 
-def _shortened(text: str) -> str:
-    text = printable(text)
-    if len(text) <= LONGEST_PASSAGE:
-        return text
-    half = (LONGEST_PASSAGE - 3) // 2
-    return f"{text[:half]} … {text[-half:]}"
-
-
 PASSAGES: Columns = {
     "positions": lambda passage: f"{passage['first']}-{passage['last']}",
     "part": (str, "part"),
-    "text": (_shortened, "text"),
+    "text": lambda passage: shortened(printable(passage["text"]), LONGEST_PASSAGE),
     "layer: heads": (_where, "places"),
     "heads": (count, "heads"),
     "tokens": (count, "tokens"),

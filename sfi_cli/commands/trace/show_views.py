@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from sfi_cli.commands.trace.check import finding_lines, health_lines
-from sfi_cli.terminal.tables import Part
+from sfi_cli.terminal.tables import Part, shortened
 from sfi_traces.views.facts import disagreement, facts, latency_table, run_table, trigger_table
 from sfi_traces.views.table import (
     SPREAD,
@@ -50,9 +50,7 @@ def run_rows(document: Row) -> Iterator[tuple[str, str]]:
     steps = {row["request"]: row for row in run["requests"]}
     for row in document["answers"][:MOST_REQUESTS]:
         about = steps[row["request"]]
-        text = "left out" if row["text"] is None else repr(row["text"])
-        if len(text) > LONGEST:
-            text = f"{text[: LONGEST - 30]} ... {text[-30:]}"
+        text = "left out" if row["text"] is None else shortened(repr(row["text"]), LONGEST)
         prompt = f"{count(about['prompt_tokens'])} tokens of prompt, {plural(about['steps'], 'step')}"
         yield f"request {row['request']}", f"{prompt}: {text}"
     if (more := len(document["answers"]) - MOST_REQUESTS) > 0:

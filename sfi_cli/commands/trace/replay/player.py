@@ -15,6 +15,7 @@ from textual.timer import Timer
 from textual.widgets import Footer, Input, Static
 
 from sfi_cli.terminal.output import INTERRUPTED
+from sfi_cli.terminal.tables import shortened
 from sfi_core.errors import SfiError
 from sfi_traces.model.request import Request
 from sfi_traces.views import frames
@@ -228,10 +229,7 @@ def _passage(passage: Passage) -> Text:
     share = "" if passage.part != "selected" else f"  in {passage.share:.0%}"
     part = Text(f" {passage.part} ", style=f"on {BACKGROUND[passage.part]}")
     shown = Text.assemble(part, f" {passage.first:,}-{passage.last:,}{share}{mass}")
-    text = " ".join(blanked(passage.text).split())
-    if len(text) > LONGEST:
-        half = LONGEST // 2
-        text = f"{text[:half]} ... {text[-half:]}"
+    text = shortened(" ".join(blanked(passage.text).split()), LONGEST)
     return shown.append(f"\n{text}") if text else shown
 
 
