@@ -27,7 +27,7 @@ def words(values: Iterable[str] | None) -> list[str]:
 def numbers(values: Iterable[str], kind: Callable[[str], Any], rule: str) -> list[Any]:
     """Read comma lists by `kind`; raise `ConfigError`, which begins with `rule`, where it raises ValueError."""
     parsed = []
-    for word in words(values):
+    for word in words(values) or [""]:
         try:
             parsed.append(kind(word))
         except ValueError as error:

@@ -73,10 +73,10 @@ def kernel_bench(
     if compile_only:
         compile_all(words(arch or []), written)
         return
-    shares = numbers(retention or [], float, "retention must be a number")
+    shares = numbers(retention, float, "retention must be a number") if retention else []
     settings = {
         "context": context, "batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
-        "dtype": dtype, "retentions": tuple(dict.fromkeys(shares)) if retention else None,
+        "dtype": dtype, "retentions": tuple(dict.fromkeys(shares)) or None,
         "ops": tuple(words(op)) if op else None, "repeats": repeats, "seed": seed,
     }  # fmt: skip
     run(settings, sweep, backend, device, written)

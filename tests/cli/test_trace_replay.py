@@ -111,7 +111,7 @@ def test_a_prediction_beside_another_run(full, real):
     ("arguments", "kind", "message"),
     [
         (["--t-max", "x"], ConfigError, "t_max must be whole numbers, got 'x'"),
-        (["--t-max", ","], ConfigError, "t_max must have a value, got ','"),
+        (["--t-max", ","], ConfigError, "t_max must be whole numbers, got ''"),
         (["--budget", "0"], ConfigError, "budget must be positive, got 0"),
         (["--set=stride=4"], ConfigError, "must come with --trigger-policy stride, got boundary"),
         (["--trigger-policy", "never", "--trigger", "."], ConfigError, "triggers must come with"),

@@ -10,7 +10,6 @@ from sfi_cli import parsing
 from sfi_cli.commands.evaluate import DEFAULTS, shown
 from sfi_cli.settings import given
 from sfi_cli.terminal.output import Output
-from sfi_core.errors import ConfigError
 
 WHAT, HOW, TEXT = "Tasks", "Methods", "Fidelity"
 METHOD = "LABEL=POLICY@PRESET:key=value,... or less, POLICY alone; PRESET may be a .toml file; repeat for more."
@@ -26,9 +25,7 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[
     if text is None:
         return None
     rule = f"{option} must be {'whole numbers' if kind is int else 'numbers'} with commas between"
-    if not (values := parsing.numbers([text], kind, rule)):
-        raise ConfigError(f"{rule}, got {text!r}")
-    return values
+    return parsing.numbers([text], kind, rule)
 
 
 def evaluate(

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sfi_cli.parsing import named_strings, numbers, unescaped, words
+from sfi_cli.parsing import named_strings, numbers, unescaped
 from sfi_cli.settings import SETTINGS
 from sfi_cli.terminal.progress import Progress
 from sfi_core.errors import ConfigError
@@ -55,7 +55,7 @@ def intervals(text: str | None, default: Sequence[int]) -> Sequence[int]:
     if text is None:
         return default
     steps = numbers([text], int, "refresh-every must be whole numbers")
-    if not steps or min(steps) < 1:
+    if min(steps) < 1:
         raise ConfigError(f"refresh-every must be at least 1, got {text!r}")
     return list(dict.fromkeys(steps))
 
@@ -63,11 +63,8 @@ def intervals(text: str | None, default: Sequence[int]) -> Sequence[int]:
 def _values(name: str, text: str) -> list[Any]:
     # ints, floats or names, each once
     kind = SETTINGS[name].kind
-    rule = f"{name} must be {'numbers' if kind is float else 'whole numbers'}"
-    values: list[Any] = words([text]) if kind is str else numbers([text], kind, rule)
-    if not values:
-        raise ConfigError(f"{name} must have a value, got {text!r}")
-    return list(dict.fromkeys(values))
+    what = {int: "whole numbers", float: "numbers"}.get(kind, "a list of names")
+    return list(dict.fromkeys(numbers([text], kind, f"{name} must be {what}")))
 
 
 def replay_document(
