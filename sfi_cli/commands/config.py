@@ -87,14 +87,12 @@ def _overview(document: Row) -> list[Part]:
 
 
 def _table(document: Row) -> list[Part]:
-    columns: Columns = {
-        "setting": (str, "name"),
-        "default": (written, "default"),
-        "range": _limits,
-        "meaning": (str, "meaning"),
-    }
-    return [Table.of("", columns, document["settings"], left=4, spare=("range",))]
+    return [Table.of("", COLUMNS, document["settings"], left=4, spare=("range",))]
 
 
-def _limits(row: Row) -> str:
-    return ", ".join(filter(None, [row["range"]] if row["choices"] else [row["type"], row["range"]]))
+COLUMNS: Columns = {
+    "setting": (str, "name"),
+    "default": (written, "default"),
+    "range": lambda row: ", ".join(filter(None, [row["range"]] if row["choices"] else [row["type"], row["range"]])),
+    "meaning": (str, "meaning"),
+}

@@ -108,8 +108,8 @@ def _passages(title: str, step: Row, passages: Sequence[Row]) -> Table:
 
 
 def _where(places: Sequence[Row]) -> str:
-    text = "; ".join(f"{place['layer']}: {' '.join(map(str, place['heads']))}" for place in places)
-    return text if len(text) <= LONGEST_HEADS else f"{text[: LONGEST_HEADS - 1]}…"
+    heads = "; ".join(f"{place['layer']}: {' '.join(map(str, place['heads']))}" for place in places)
+    return shortened(heads, LONGEST_HEADS)
 
 
 PASSAGES: Columns = {
