@@ -44,7 +44,7 @@ class BaselineConfig(Table):
     """Settings of Quest."""
 
     page: int = setting(16, "Tokens of a page under quest.", least=1)
-    score: str = setting("bounds", "A page's score: the paper's, or our mean plus deviation.", choices=QUEST_SCORES)
+    score: str = setting("bounds", "A page's score: the paper's bounds, or mean plus deviation.", choices=QUEST_SCORES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class FreeKVConfig(Table):
 
     page: int = setting(32, "Tokens of a page under freekv, which selects and recalls whole pages.", least=1)
     # the paper takes 0.8 for long inputs and 0.9 for long generations
-    tau: float = setting(0.8, "A KV head whose pooled query cosine is below this selects anew.", least=-1, most=1)
+    tau: float = setting(0.8, "A KV head with a query cosine below this selects anew; -1: never.", least=-1, most=1)
     first_layer_dense: bool = setting(True, "Leave the first full-attention layer dense, as the paper does.")
 
 
@@ -98,7 +98,11 @@ class SfiConfig(Table):
     sink: int = setting(4, "Anchor tokens kept from the start of the prompt.", least=0)
     recent: int = setting(256, "Tokens of the recent window at a slow step.", above=0)
     # Paper gap: with sliding, the paper's, a token that leaves the window between two slow steps is in no set
-    recent_mode: str = setting("anchored", "The window's start moves at slow steps, or slides.", choices=RECENT_MODES)
+    recent_mode: str = setting(
+        "anchored",
+        "anchored: the window's start moves at slow steps only; sliding is the paper's.",
+        choices=RECENT_MODES,
+    )
     budget: int = setting(2048, "Selected tokens per KV head, the paper's K.", above=0)
     page_size: int = setting(
         1,
