@@ -113,7 +113,7 @@ def open_view(trace: Path, request: int | None, layer: int | None = None, head: 
 
     chosen = Request(Trace.open(trace), request, layer, head)
     if request is None and len(chosen.requests) > 1:
-        message(f"showing request {chosen.index} of {len(chosen.requests)}; --request chooses another")
+        message(f"showing {chosen.trace.unit} {chosen.index} of {len(chosen.requests)}; --request chooses another")
     return chosen
 
 

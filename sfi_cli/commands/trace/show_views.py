@@ -52,9 +52,9 @@ def run_rows(document: Row) -> Iterator[tuple[str, str]]:
         about = steps[row["request"]]
         text = "left out" if row["text"] is None else shortened(repr(row["text"]), LONGEST)
         prompt = f"{count(about['prompt_tokens'])} tokens of prompt, {plural(about['steps'], 'step')}"
-        yield f"request {row['request']}", f"{prompt}: {text}"
+        yield f"{run['unit']} {row['request']}", f"{prompt}: {text}"
     if (more := len(document["answers"]) - MOST_REQUESTS) > 0:
-        yield "", f"and {plural(more, 'more request')}"
+        yield "", "and " + plural(more, f"more {run['unit']}")
     if graphs["replayed"] or run["not_replayed"]:
         replayed = f"{graphs['replayed']:,} of {plural(graphs['launched'], 'decoding step')} replayed"
         yield "CUDA graphs", replayed + (f": {run['not_replayed']}" if run["not_replayed"] else "")

@@ -66,6 +66,7 @@ SCHEMA = _table(
     trigger_token_ids=(list[Whole], ...), prompts=(list[Prompt], ...),  # type: ignore[valid-type]
     versions=(dict[str, Line | None], ...),
     tables=(dict[str, Whole], None), imported=(Imported, None),
+    unit=(Literal["request", "turn"], None),
 )  # fmt: skip
 
 

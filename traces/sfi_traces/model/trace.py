@@ -48,6 +48,11 @@ class Trace:
         return bool(self.manifest.get("redacted"))
 
     @property
+    def unit(self) -> str:
+        """What a request is called: a "turn" of a chat."""
+        return str(self.manifest.get("unit", "request"))
+
+    @property
     def ranks(self) -> int:
         """The number of ranks of the run."""
         return int(self.manifest.get("ranks", 1))

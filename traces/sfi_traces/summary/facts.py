@@ -18,7 +18,7 @@ def run_facts(request: Request) -> Row:
     return {
         "model": manifest["model"]["name"],
         "architecture": manifest["model"]["architecture"],
-        **{name: getattr(request.trace, name) for name in ("lossless", "imported")},
+        **{name: getattr(request.trace, name) for name in ("lossless", "imported", "unit")},
         **{key: manifest.get(key) for key in FROM_MANIFEST},
         "settings": changed_settings(manifest["config"]),
         "requests": [row | {"prompt_tokens": prompts.get(row["request"])} for row in recorded],

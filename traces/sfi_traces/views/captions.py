@@ -23,7 +23,7 @@ def subject(request: Request) -> str:
     words = [
         manifest["model"]["name"],
         f"policy {manifest['policy']}{', lossless' if request.trace.lossless else ''}",
-        f"request {request.index}",
+        f"{request.trace.unit} {request.index}",
         f"{prompt:,} prompt tokens",
         f"{len(steps):,} steps",
     ]
