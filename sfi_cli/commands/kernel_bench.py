@@ -19,7 +19,6 @@ DEFAULTS = KernelSettings()
 RETENTION = ",".join(map(str, DEFAULTS.retentions))
 _measure = partial(o.option, MEASURE)
 _compile = partial(o.option, COMPILE)
-_out = partial(o.option, o.OUTPUT)
 FORMATS = (".json",)
 
 
@@ -51,7 +50,6 @@ def kernel_bench(
         bool, _compile("Compile every kernel without a GPU; show registers, spills, shared memory.", "--compile-only")
     ] = False,
     arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=THIS)] = None,
-    plot: Annotated[o.File, _out("Draw speed-up and GB/s to a .png or .svg.")] = None,
     output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
@@ -64,7 +62,7 @@ def kernel_bench(
 
     For example:
 
-      sfi kernel-bench --sweep retention --plot sweep.png
+      sfi kernel-bench --sweep retention
 
       sfi kernel-bench --context 32768 --batch 4 --op fast,dense --json
 
@@ -74,9 +72,9 @@ def kernel_bench(
 
     if arch and not compile_only:
         raise ConfigError("arch must come with --compile-only, got --arch alone")
-    if compile_only and (sweep or plot):
-        raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
-    written = Output(output, plot=plot, json=json, quiet=quiet, force=force, wide=wide)
+    if compile_only and sweep:
+        raise ConfigError("compile-only times nothing and must come without --sweep")
+    written = Output(output, json=json, quiet=quiet, force=force, wide=wide)
     if compile_only:
         compile_all(words(arch or []), written)
         return
@@ -97,7 +95,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     from sfi_cli.terminal.progress import Progress
     from sfi_core.measure.kernel_bench.bench import resolve_backend, run_bench
     from sfi_core.models.load import resolve_device
-    from sfi_traces.results.plots import plot_kernel_bench
 
     where = resolve_device(device)
     given = {name: value for name, value in asked.items() if value is not None}
@@ -109,8 +106,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         raise ConfigError("retention must not be given with --sweep, which has its own")
     else:
         settings = KernelSettings.for_sweep(sweep, given.pop("ops", None), **given)
-    if output.plot is not None and "fast" not in settings.ops:
-        raise ConfigError(f"op must include fast for --plot, got {settings.ops}")
     backend = resolve_backend(backend, where)
     output.check_format(FORMATS)
     with output:
@@ -128,8 +123,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         if document["rows"]:
             output.show(document, partial(closing_text, sweep=settings.sweep))
             output.file(document)
-            if any(row["op"] == "fast" and row["median_us"] for row in document["rows"]):
-                output.figure(plot_kernel_bench, document)
     if result.interrupted:
         leave_interrupted()
     result.check()
