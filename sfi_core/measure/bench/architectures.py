@@ -63,10 +63,7 @@ def random_config(source: str) -> Any:
 
 
 def model_config(source: str | None) -> Any:
-    """Read the config of a model without loading the model; None is the bundled model.
-
-    Raise `InputError` for a config that is missing or damaged, `BackendError` if it needs a package that is missing.
-    """
+    """Read the config of a model, None for the bundled one, without loading it; raise an `SfiError` as `load`."""
     quiet()
     path = str(BUNDLED if source is None else source)
     with readable(f"config of {path}", "read"):
@@ -92,8 +89,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
     """Make a model with random weights, in about the time that it takes to write them.
 
-    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0. Raise
-    `UnsupportedModelError` for a config that is not one of a causal language model.
+    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
     """
     model = empty_model(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)

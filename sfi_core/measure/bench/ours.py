@@ -32,10 +32,7 @@ DRAFTING = ("verifications", "accepted")  # counts of a lossless run's requests
 
 
 class GivenTokens(Sampler):
-    """Picks given tokens, in drafts and verifications too, by making their logits the largest.
-
-    The device does it: the next step may start before the host has read the token.
-    """
+    """Picks given tokens, in drafts and verifications too: the device makes their logits the largest."""
 
     def __init__(
         self,
@@ -85,11 +82,7 @@ class StatedAcceptance:
 
 @torch.inference_mode()
 def run_ours(row: BenchRow) -> DecodeSample:
-    """Decode the given tokens under a policy, sparsely or losslessly, as the variant says.
-
-    In a lossless run chance decides which drafts are kept; its steps are passes, and a pass gives a request no token,
-    one or several.
-    """
+    """Decode the given tokens under a policy; in a lossless run a step is a pass, and chance decides what is kept."""
     model, variant, settings, prompts, batch = row.model, row.variant, row.settings, row.prompts, row.point.batch
     sample, lossless = DecodeSample(batch, settings.warm_up), variant.engine.lossless
     reset_peak(model.device)

@@ -17,10 +17,7 @@ PERCENTILES = (50, 95, 99)
 
 
 def point_rows(measured: Sequence[BenchRow], copy_gb_per_s: float) -> list[dict[str, Any]]:
-    """Return a document's row for each row with samples, and its speed-ups over full-kv and transformers.
-
-    `copy_gb_per_s` is the machine's copy bandwidth.
-    """
+    """Return a document's row for each row with samples, and its speed-ups over full-kv and transformers."""
     rows = [{**_row(row), **_bytes(row, copy_gb_per_s)} for row in measured if row.samples]
     rates = {row["policy"]: row["decode_tokens_per_second"] for row in rows}
     theirs = max((rates[name] for name in BASELINES if name in rates), default=None)
@@ -34,7 +31,7 @@ def point_rows(measured: Sequence[BenchRow], copy_gb_per_s: float) -> list[dict[
 
 
 def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each of our other policies and each batch from which measured context on it is faster than full-kv.
+    """Return from which measured context on each of our other policies is faster than full-kv, by batch.
 
     `context` is None if it is not at the longest one, `longest_context`; [] without rows of full-kv.
     """

@@ -1,8 +1,4 @@
-"""A row of the benchmark: what its runs decode, and what they took.
-
-Prompts are a random cache made once for all runs. The tokens after them are given, because tokens of random weights
-mean nothing.
-"""
+"""A row of the benchmark: what its runs decode, given tokens after a random cache, and what they took."""
 
 import math
 import random
@@ -168,10 +164,9 @@ def _tokens(settings: DecodeSettings, request: int, batch: int, vocabulary: int)
 
 
 def slow_steps(rate: Fraction, request: int, batch: int, count: int) -> list[int]:
-    """Return the slow steps of a request among the first `count` measured steps.
+    """Return the slow steps of a request among the first `count` measured steps: evenly apart, staggered over requests.
 
-    Slow steps are evenly apart, and staggered over the requests: at a rate of 1/n, request r is slow at step
-    r n / batch and at every n-th step from there.
+    At a rate of 1/n, request r is slow at step r n / batch and at every n-th step from there.
     """
     if rate == 0:
         return []

@@ -58,10 +58,7 @@ def packed(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
 
 
 def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
-    """Yield a recall: the old segment has the sinks and three of four selected rows.
-
-    Paper gap: the share of rows that stay selected depends on the model; we take three of four.
-    """
+    """Yield a recall whose old segment has the sinks and three of four selected rows (Paper gap: our share)."""
     old, into = (layer.selected[retention].empty_like() for _ in range(2))
     K = old.index_BHK.shape[2]
     stays = old.index_BHK[..., torch.arange(K, device=layer.device) % FETCHED_EVERY != 0]

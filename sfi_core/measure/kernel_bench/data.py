@@ -167,11 +167,7 @@ class LayerData:
         return torch.cat([first, index_BHK, last], 2)
 
     def plan(self, *, programs: int | None = None, **request: Any) -> StepDescriptor:
-        """Plan a step of equal requests; planning is not timed, as a plan serves all layers.
-
-        `programs` share the work, by default as many as the device runs at once; the rest are fields of
-        `StepRequest`.
-        """
+        """Plan a step of equal requests, with fields of `StepRequest`; it is not timed, as a plan serves all layers."""
         settings, start = self.settings, self.settings.context - self.settings.recent
         made = StepRequest(length=settings.context, recent_start=start, sink=settings.sink, **request)
         programs = resident_programs(self.device) if programs is None else programs
