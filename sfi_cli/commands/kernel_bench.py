@@ -88,10 +88,7 @@ def kernel_bench(
 
 
 def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, output: Output) -> None:
-    """Check and time the ops, write and show the result; then raise if an op failed its check.
-
-    `asked` are the fields of `KernelSettings`, None for a field's default.
-    """
+    """Check and time the ops, write and show; raise if an op failed. `asked` has fields of `KernelSettings` or None."""
     from sfi_cli.terminal.progress import Progress
     from sfi_core.measure.kernel_bench.bench import resolve_backend, run_bench
     from sfi_core.models.load import resolve_device
@@ -129,12 +126,7 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
 
 
 def compile_all(architectures: list[str], output: Output) -> None:
-    """Compile every kernel, and show registers, spills and shared memory.
-
-    Without architectures it is this machine's, as `default_arch` says.
-
-    Raises `typer.Exit` with 1 if a kernel spills registers or does not fit.
-    """
+    """Compile every kernel and show registers, spills and shared memory; exit with 1 for a spill or no room."""
     from sfi_cli.terminal.progress import Progress
     from sfi_core.machine.memory import describe_measured
     from sfi_core.machine.versions import versions

@@ -134,10 +134,7 @@ def _rate(value: str) -> Fraction:
 def run(
     subject: Subject, settings: Given, asked: dict[str, Any], output: Output, *, threads: int | None, forecast: bool
 ) -> None:
-    """Load the model, measure or forecast, write and show the result.
-
-    `asked` has fields of `DecodeSettings`, None for a default.
-    """
+    """Load the model, measure or forecast, write and show; `asked` has fields of `DecodeSettings`, None for none."""
     import torch
 
     from sfi_core.measure.bench.bench import check_run

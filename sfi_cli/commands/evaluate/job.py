@@ -183,10 +183,7 @@ def _plain(value: Any) -> Any:
 
 
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill the defaults in; with `fidelity`, no task is a default.
-
-    Raises `ConfigError` for shares together with budgets, or an option of fidelity without `fidelity`.
-    """
+    """Fill the defaults in; with `fidelity`, no task is a default. Raises `ConfigError` for a contradiction."""
     chosen = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | chosen
     if asked["model"] is not None and "methods" not in chosen:
@@ -205,10 +202,7 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of the folder's first run (`before`) for a run that resumes it.
-
-    Raises `ConfigError` if an option given now differs from the folder's, or the folder has an unknown option.
-    """
+    """Return the options of the folder's first run (`before`); raises `ConfigError` for others, or unknown ones."""
     for name in before:
         if name not in DEFAULTS:
             raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")

@@ -40,7 +40,6 @@ class GivenTokens(Sampler):
         token_SB: Sequence[Sequence[int]],
         ahead: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
-        """Take the prompts, and the tokens by step and request."""
         super().__init__(Sampling(), ids_BT, ahead=ahead)
         self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
 

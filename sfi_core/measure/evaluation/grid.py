@@ -1,7 +1,4 @@
-"""The grid of an evaluation: a cell for every method on every sample of a task, or window of a text, and its row.
-
-A method is a policy, a preset, the settings that differ from the preset, and a size.
-"""
+"""The grid of an evaluation: a cell for every method on every sample of a task, or window of a text, and its row."""
 
 import json
 import re
@@ -119,8 +116,7 @@ def at_sizes(
 ) -> list[Method]:
     """Return every method at every size, by method; a method with a size of its own comes once.
 
-    Sizes are `budgets`, or without them `shares`; see `Method`. Raise `ConfigError` for one out of range, for none, and
-    for a size or a method's label that comes twice.
+    Sizes are `budgets`, or without them `shares`. Raise `ConfigError` for one out of range, none, and what comes twice.
     """
     for share in shares or ():
         if not 0 < share <= 1:
@@ -154,10 +150,9 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
 
 
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
-    """Set recent and selected tokens so that they and the sink are a share of the context.
+    """Set recent and selected tokens so that they and the sink are a share of the context, the same for every method.
 
-    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take the rest.
-    So every method reads the same number of tokens in a fast step. Raise `ConfigError` if no token is left to select.
+    The recent window takes `config.recent` tokens, at most half of the share. Raise `ConfigError` if none is selected.
     """
     total = int(share * context)
     recent = min(config.recent, total // 2)
@@ -189,10 +184,7 @@ def _settings(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def nested(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return settings by name, such as `selector.alpha`, as `SfiConfig.replace` takes them.
-
-    Raise `ConfigError` for a setting that comes twice.
-    """
+    """Return settings by name, such as `selector.alpha`, as `SfiConfig.replace` takes them; refuse one twice."""
     tables: dict[str, Any] = {}
     for full, value in settings:
         table, _, name = full.rpartition(".")
@@ -269,10 +261,9 @@ class Rows(ABC, Generic[T]):
         """Return a row without results and error."""
 
     def make(self, cells: Sequence[Cell]) -> Iterator[Row]:
-        """Decode cells, and yield their rows of plain values; `check` the cells first.
+        """Decode checked cells, those of a prompt after each other, and yield their rows of plain values.
 
-        The cells of a prompt follow each other. The row of a method that ran out of memory or gave broken logits has
-        an `error` and no result.
+        The row of a method that ran out of memory or gave broken logits has an `error` and no result.
         """
         for place, group in groupby(cells, lambda cell: cell.place):
             methods, prompt = [cell.method for cell in group], self.draw(place)

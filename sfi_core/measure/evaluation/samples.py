@@ -47,7 +47,6 @@ class SampleRows(Rows[TaskSample]):
     """Makes the rows of samples."""
 
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
-        """See `Rows`."""
         super().__init__(model, tokenizer, engine)
         self._trigger_ids = cache(partial(resolve_triggers, tokenizer))  # of settings; looking them up takes a while
 

@@ -63,7 +63,6 @@ class LayerData:
     """
 
     def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
-        """Draw the cache and the queries; for PyTorch each request is one page."""
         self.settings, self.backend, self.device = settings, backend, device
         self.notes: list[str] = []
         self._generator = torch.Generator(device).manual_seed(settings.seed)

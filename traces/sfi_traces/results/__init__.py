@@ -33,9 +33,7 @@ class Interval:
 def wilson(scores: Sequence[float]) -> Interval:
     """Compute the Wilson score interval of the mean of scores in [0, 1] (Wilson 1927, JASA 22, 209-212).
 
-    The interval holds for scores of 0 and 1. Scores between have at most the variance of such scores with the
-    same mean: for them the interval is wider than necessary. Raise `ValueError` if there is no score, or a score is
-    outside [0, 1].
+    It holds for scores of 0 and 1 and is wider than necessary for others. Raise `ValueError` for none or one outside.
     """
     n = len(scores)
     if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
@@ -49,11 +47,10 @@ def wilson(scores: Sequence[float]) -> Interval:
 
 
 def paired_difference(scores: Sequence[float], others: Sequence[float], *, seed: int = 0) -> Interval:
-    """Compute a percentile bootstrap interval of the mean of `scores - others` on the same samples.
+    """Compute a percentile bootstrap interval of the mean of `scores - others` on the same samples (Efron 1979).
 
-    Pairs are drawn together, so that a sample's difficulty for both methods cancels (Efron 1979; 10,000
-    resamples). If all differences are equal, the interval has no width. Raise `ValueError` if there is no pair, or one
-    method has more scores than the other.
+    Pairs are drawn together, so that a sample's difficulty cancels. Raise `ValueError` for no or unequal numbers of
+    scores.
     """
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")
@@ -80,11 +77,7 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Summarize the windows of each length, method and size.
-
-    KL, agreement and perplexities are over all steps except each window's first, which is full attention's; ratios are
-    averaged over windows.
-    """
+    """Summarize the windows of each length, method and size; a window's first step is dense and does not count."""
     from sfi_core.measure.evaluation.fidelity import from_rows  # noqa: PLC0415 - torch, for those who need it
 
     summaries = []

@@ -51,7 +51,6 @@ class ResultsFolder:
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: FolderLock | None) -> None:
-        """Take a folder that `create` or `resume` has prepared and locked."""
         self.path, self.manifest, self._lock = path, manifest, lock
         self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in COLUMNS}
         self.damaged: list[str] = []
@@ -70,10 +69,7 @@ class ResultsFolder:
 
     @classmethod
     def resume(cls, path: Path) -> Self:
-        """Open a folder to show its rows; `begin` prepares it for more.
-
-        Raises `InputError` without an evaluation that can be read, `ConfigError` if another process uses the folder.
-        """
+        """Open a folder to show its rows; raise `InputError` if it has none, `ConfigError` if it is in use."""
         _read_manifest(path)  # before a lock file is made in a folder that is none of ours
         try:
             lock = FolderLock(path, KINDS[KIND][0])
@@ -107,10 +103,7 @@ class ResultsFolder:
         self.rows[table].append(json.loads(line))  # as a resumed run will read it
 
     def close(self, stopped: str | None = None, cells: Sequence[Cell] = ()) -> None:
-        """Order the rows as `cells`, note in the manifest why the run ended early, if it did, and unlock the folder.
-
-        Raises `SfiError` if the folder cannot be written.
-        """
+        """Order the rows as `cells`, note why the run ended early, if it did, and unlock the folder."""
         with _writing(self.path):
             self.order(cells)
             self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
