@@ -46,7 +46,6 @@ def evaluate(
     share: Annotated[
         str | None, _defaulted(HOW, "shares", "Sink, selected and recent tokens over the context; comma list.")
     ] = None,
-    budget: Annotated[str | None, _how("Selected tokens per KV head instead of shares; comma list.")] = None,
     recent: Annotated[
         o.Number, _defaulted(HOW, "recent", "Tokens of the recent window; at most half of a share.")
     ] = None,
@@ -112,8 +111,7 @@ def evaluate(
     asked = {
         "model": model, "dtype": None if dtype == "auto" else dtype,
         "methods": method,
-        "shares": _numbers("share", share, float),
-        "budgets": _numbers("budget", budget, int), "recent": recent,
+        "shares": _numbers("share", share, float), "recent": recent,
         "tasks": parsing.words(task) if task else None, "lengths": _numbers("length", length, int),
         "samples": samples, "seed": seed, "fidelity": None if fidelity is None else str(fidelity),
         "tokens": tokens,

@@ -25,7 +25,7 @@ from sfi_traces.results import summarize, summarize_fidelity
 from sfi_traces.results.store import KIND, ResultsFolder
 
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
-LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
+LISTS = ("methods", "shares", "tasks", "lengths")
 ENGINE = ("backend", "kv_dtype", "prefill_chunk", "kv_device_budget", "kv_page")
 
 
@@ -103,7 +103,7 @@ def _results(
 
 def cells_of(asked: Mapping[str, Any], methods: Sequence[Method]) -> list[Cell]:
     """List the rows to make, of tasks, then of windows of the text; raise `ConfigError` for an invalid grid."""
-    sized = at_sizes(methods, shares=asked["shares"], budgets=asked["budgets"], recent=asked["recent"])
+    sized = at_sizes(methods, shares=asked["shares"], recent=asked["recent"])
     cells: list[Cell] = []
     if asked["tasks"]:
         seeds = range(asked["seed"], asked["seed"] + asked["samples"])
@@ -188,10 +188,6 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
     asked = DEFAULTS | chosen
     if asked["model"] is not None and "methods" not in chosen:
         asked["methods"] = [name for name in METHODS if name not in BUNDLED_ONLY]
-    if "budgets" in chosen:
-        if "shares" in chosen:
-            raise ConfigError("share and budget must not come together, got both")
-        asked["shares"] = None
     for name in ("tokens", "windows"):
         if name in chosen and "fidelity" not in chosen:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
@@ -204,7 +200,7 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the folder's first run (`before`); raises `ConfigError` for others, or unknown ones."""
     for name in before:
-        if name not in DEFAULTS:
+        if name not in DEFAULTS and before[name] is not None:
             raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")
     for name, value in given.items():
         # a folder of an earlier version lacks newer options

@@ -43,10 +43,9 @@ class Method:
     preset: str  # the preset that the settings start from
     settings: Mapping[str, Any]  # differences from the preset, as `SfiConfig.replace` takes them
     config: SfiConfig  # the preset with these settings, without the size
-    share: float | None = None  # sink, selected and recent tokens over the tokens of the prompt. In (0, 1]
-    # selected tokens of a KV head. Without `share` and `budget` the method has a size of its own
-    budget: int | None = None
-    recent: int = 128  # tokens of the recent window; with a share, its most tokens
+    # sink, selected and recent tokens over the tokens of the prompt, in (0, 1]; None for a size of its own
+    share: float | None = None
+    recent: int = 128  # with a share, the most tokens of the recent window
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -71,7 +70,9 @@ class Method:
     @property
     def size(self) -> str:
         """A short name of the size for tables."""
-        return _size(self.share, self.budget) or ("all" if self.policy == WHOLE else "own")
+        if self.share is None:
+            return "all" if self.policy == WHOLE else "own"
+        return f"{100 * self.share:g}%"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -85,11 +86,9 @@ class Method:
 
     def config_for(self, context: int) -> SfiConfig:
         """Return the settings for a prompt of `context` tokens; raise `ConfigError` if none is selected."""
-        if self.share is None and self.budget is None:
+        if self.share is None:
             return self.config
         config = self.config if "recent" in self.settings else self.config.replace(recent=self.recent)
-        if self.share is None:
-            return config.replace(budget=self.budget)
         return at_share(config, context, self.share)
 
     def columns(self, context: int) -> dict[str, Any]:
@@ -107,38 +106,23 @@ class Method:
         }
 
 
-def at_sizes(
-    methods: Sequence[Method],
-    *,
-    shares: Sequence[float] | None = None,
-    budgets: Sequence[int] | None = None,
-    recent: int = 128,
-) -> list[Method]:
-    """Return every method at every size, by method; a method with a size of its own comes once.
+def at_sizes(methods: Sequence[Method], *, shares: Sequence[float], recent: int = 128) -> list[Method]:
+    """Return every method at every share, by method; a method with a size of its own comes once.
 
-    Sizes are `budgets`, or without them `shares`. Raise `ConfigError` for one out of range, none, and what comes twice.
+    Raise `ConfigError` for a share or window out of range, for no share or method, and for one that comes twice.
     """
-    for share in shares or ():
+    for share in shares:
         if not 0 < share <= 1:
             raise ConfigError(f"share must be in (0, 1], got {share:g}")
-    for name, values in (("budget", budgets or ()), ("recent", (recent,))):
-        if values and min(values) < 1:
-            raise ConfigError(f"{name} must be positive, got {min(values)}")
+    if recent < 1:
+        raise ConfigError(f"recent must be positive, got {recent}")
     check_distinct("method", [method.label for method in methods])
-    pairs: list[tuple[float | None, int | None]]
-    pairs = [(share, None) for share in shares or ()] if budgets is None else [(None, budget) for budget in budgets]
-    check_distinct("size", [_size(*pair) for pair in pairs])
+    check_distinct("share", shares)
     return [
-        replace(method, share=share, budget=budget, recent=recent) if method.sized else method
+        replace(method, share=share, recent=recent) if method.sized else method
         for method in methods
-        for share, budget in (pairs if method.sized else pairs[:1])
+        for share in (shares if method.sized else shares[:1])
     ]
-
-
-def _size(share: float | None, budget: int | None) -> str:
-    if share is not None:
-        return f"{100 * share:g}%"
-    return "" if budget is None else f"K {budget}"
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
