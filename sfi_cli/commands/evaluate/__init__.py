@@ -5,9 +5,8 @@ from typing import Any
 from sfi_cli.settings import settings_for
 from sfi_core.settings.policy_names import built_in
 
-SFI = ("sfi", "sfi@paper", "sfi@released")
-UNASKED = ("prior-only",)  # the ablation of a part of sfi
-METHODS = ("full-kv", *SFI, *(name for name in built_in() if name not in ("full-kv", "sfi", *UNASKED)))
+NAMED = ("full-kv", "sfi", "prior-only")  # the last is the ablation of a part of sfi
+METHODS = ("full-kv", "sfi", "sfi@paper", "sfi@released", *(name for name in built_in() if name not in NAMED))
 DEFAULTS: dict[str, Any] = {
     "model": None, "dtype": "auto", "methods": list(METHODS),
     "shares": [0.05, 0.1, 0.15, 0.25], "recent": 128, "tasks": None, "lengths": [1024, 4096],
