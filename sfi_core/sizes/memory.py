@@ -170,7 +170,8 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    logits = {"batch": batch, "vocabulary": _vocabulary(model), "itemsize": model.dtype.itemsize}
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    logits = {"batch": batch, "vocabulary": vocabulary, "itemsize": model.dtype.itemsize}
     grouped = _query_heads(model) // min(layer.heads for layer in layers)
     passing = drafting.pass_bytes(**logits, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
@@ -186,11 +187,6 @@ def _selection_bytes(model: Any, layers: Sequence[LayerShape], queries: int) -> 
 def _query_heads(model: Any) -> int:
     heads: int = model.config.get_text_config(decoder=True).num_attention_heads
     return heads // ranks_of(model).size
-
-
-def _vocabulary(model: Any) -> int:
-    size: int = model.config.get_text_config(decoder=True).vocab_size
-    return size
 
 
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
@@ -237,6 +233,7 @@ def _graph_bytes(
     sizes = step_sizes(batch, selects=policy.selects)
     lengths = len(step_sizes(tested - 1, selects=tested > 1))
     # all graphs leave their logits in one place
-    logits = (2 * tested - 1) * batch * _vocabulary(model) * layers[0].itemsize
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+    logits = (2 * tested - 1) * batch * vocabulary * layers[0].itemsize
     chosen = sum(sizes) * sum(layer.heads for layer in layers) * min(policy.config.budget, capacity) * INT32
     return logits + lengths * (chosen + len(sizes) * GRAPH_BYTES) + LIBRARY_BYTES

@@ -21,8 +21,7 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.sizes.step import ByteModel
 
-FAST, MIXED, SLOW = "fast", "mixed", "slow"
-KINDS = (FAST, MIXED, SLOW)
+KINDS = FAST, MIXED, SLOW = "fast", "mixed", "slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,12 @@ class DecodeVariant:
 def variants(settings: DecodeSettings) -> list[DecodeVariant]:
     """Return the variants of a benchmark; a policy that cannot offload runs without the device budget."""
     lossless = replace(settings.engine, lossless=True, kv_device_budget=None)
-    found = []
+    ways = []
     for policy in dict.fromkeys(settings.policies):
-        found.append(DecodeVariant(policy, policy, engine_for(policy, settings.engine)))
+        ways.append(DecodeVariant(policy, policy, engine_for(policy, settings.engine)))
         if settings.lossless and policy_class(policy).drafts:
-            found.append(DecodeVariant(f"{policy}-lossless", policy, lossless, settings.acceptance))
-    return found + [DecodeVariant(name) for name in dict.fromkeys(settings.baselines)]
+            ways.append(DecodeVariant(f"{policy}-lossless", policy, lossless, settings.acceptance))
+    return ways + [DecodeVariant(name) for name in dict.fromkeys(settings.baselines)]
 
 
 class Read(NamedTuple):

@@ -271,5 +271,5 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
 
 
 def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in fields(kind) if one.init}
+    names = {column.name for column in fields(kind) if column.init}
     return {name: value for name, value in values.items() if name in names}

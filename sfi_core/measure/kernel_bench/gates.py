@@ -125,7 +125,7 @@ def textbook(
     multiple of the smallest number) before it multiplies its value; a running sum of S weights or products by half a
     rounding a term: at 16K tokens more than all else in float32, and nothing beside a shorter precision.
     """
-    own, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
+    rounding, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
     wide = torch.float64 if query_BHGD.dtype == torch.float32 else torch.float32
     rows = []
     for row in range(query_BHGD.shape[0]):
@@ -139,11 +139,11 @@ def textbook(
         # the sizes of a product's terms add up to at most the product of the two norms
         sizes = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * scale
         logit = sizes * (key.shape[-1] + 2) * single
-        relative = 4 * logit + own.eps + (32 + key.shape[1]) * single
+        relative = 4 * logit + rounding.eps + (32 + key.shape[1]) * single
         value.abs_()
         mass, total = weight @ value, value.sum(1, keepdim=True)
-        bound = relative * mass + own.eps * out.abs() + own.smallest_normal * own.eps * total
-        rows.append((out, bound, bound + 2 * own.eps * sizes * mass))
+        bound = relative * mass + rounding.eps * out.abs() + rounding.smallest_normal * rounding.eps * total
+        rows.append((out, bound, bound + 2 * rounding.eps * sizes * mass))
     return Expected(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
 
 
