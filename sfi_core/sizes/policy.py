@@ -151,8 +151,7 @@ def two_tier_bytes(
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers of windows or states alone are left out.
 
-    Layers left dense have no packed segment and no notes. `page`, the `longest_recent` window of a step and the
-    `capacity` of a request are in tokens. `resident` counts the heads that the policy would keep on the device.
+    Layers left dense have no packed segment and no notes; `resident` counts the heads that stay on the device.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in policy.config.dense_layers]

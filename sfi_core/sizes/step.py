@@ -76,10 +76,7 @@ class ByteModel:
         return self.dense(length) + self.refresh(length, packed)
 
     def mean(self, length: Count, attended: Count, packed: Count, slow_rate: float) -> Count:
-        """Return the mean bytes of a run's steps, of which a share `slow_rate` is slow.
-
-        `attended` is the mean of tokens read for each KV head, over all steps and full-attention layers.
-        """
+        """Return the mean bytes of a run's steps; `attended` is over all steps and full-attention layers."""
         layers = max(1, self.layers + self.dense_layers)
         sparse = (layers * attended - self.dense_layers * length) / max(1, self.layers)
         return self.fast(length, sparse) + slow_rate * self.refresh(length, packed)

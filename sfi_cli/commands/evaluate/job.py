@@ -34,8 +34,7 @@ def run(
 ) -> None:
     """Make the rows that the folder lacks, and show all rows.
 
-    `given` are values of the options, None for one that was not given; `loading` arguments of `load` that a results
-    folder does not keep. Without a `folder` a new one is named after the time. `output.force` lets results be replaced.
+    `given` are values of options, or None; `loading` are arguments of `load` that a results folder does not keep.
     """
     if resume and folder is None:
         raise ConfigError("resume must come with --output DIR, got none")

@@ -87,10 +87,7 @@ def empty_model(config: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def random_model(config: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
-    """Make a model with random weights, in about the time that it takes to write them.
-
-    A block of uniform numbers is drawn once and repeated; norms scale by 1, biases are 0.
-    """
+    """Make a model of random weights quickly: a block of numbers is repeated; norms scale by 1, biases are 0."""
     model = empty_model(config, device, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     drawn = torch.rand(BLOCK, generator=generator, device=device)

@@ -31,10 +31,7 @@ def point_rows(measured: Sequence[BenchRow], copy_gb_per_s: float) -> list[dict[
 
 
 def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return from which measured context on each of our other policies is faster than full-kv, by batch.
-
-    `context` is None if it is not at the longest one, `longest_context`; [] without rows of full-kv.
-    """
+    """Return the measured context from which on each other policy beats full-kv, None for none, by batch."""
     speedups: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for row in rows:
         if row["speedup"] is not None and row["policy"] not in ("full-kv", *BASELINES):

@@ -107,10 +107,7 @@ class Method:
 
 
 def at_sizes(methods: Sequence[Method], *, shares: Sequence[float], recent: int = 128) -> list[Method]:
-    """Return every method at every share, by method; a method with a size of its own comes once.
-
-    Raise `ConfigError` for a share or window out of range, for no share or method, and for one that comes twice.
-    """
+    """Return every method at every share, one with a size of its own once; refuse a bad, missing or repeated share."""
     for share in shares:
         if not 0 < share <= 1:
             raise ConfigError(f"share must be in (0, 1], got {share:g}")
@@ -214,19 +211,11 @@ class Rows(ABC, Generic[T]):
     """Makes the rows of cells; a prompt, of type T, is read once and decoded under each method."""
 
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
-        """Take a decoder-only model of transformers; `engine` says how prompts are read and steps are run.
-
-        A policy that cannot offload runs without the device budget.
-        """
         self.model, self.tokenizer, self.engine = model, tokenizer, engine
 
     @abstractmethod
     def check(self, cells: Sequence[Cell]) -> None:
-        """Refuse, before anything runs, methods, lengths and tasks that cannot run.
-
-        Raise `InputError` for a text that is too short, and for a prompt with its new tokens that exceeds the model's
-        positions; `ConfigError` for a size that selects no token, and a trigger that is no token.
-        """
+        """Raise a `ConfigError` or `InputError` for methods, lengths, tasks and texts that cannot run."""
 
     @abstractmethod
     def draw(self, place: Place) -> T:

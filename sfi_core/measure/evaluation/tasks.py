@@ -1,7 +1,4 @@
-"""The built-in tasks: generated documents with needles, variables, common words, whole sentences, and the bundled one.
-
-The first three are after RULER (2404.06654). Score of the first four: the share of the right answers in the text.
-"""
+"""The built-in tasks; needles, variables and common words are after RULER (2404.06654)."""
 
 import random
 import string

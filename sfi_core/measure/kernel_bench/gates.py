@@ -179,8 +179,7 @@ def selector_error(
 ) -> float:
     """Compare scores and weights with the reference in float64.
 
-    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is off by a
-    few roundings of numbers as large as the scores.
+    A score is a logarithm after a dozen float32 steps, less two differences of such; each is off by a few roundings.
     """
     worst = EXACT
     for row in range(logits.shape[0]):  # one at a time, to keep temporary tensors small

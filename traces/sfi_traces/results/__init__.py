@@ -47,8 +47,7 @@ def wilson(scores: Sequence[float]) -> Interval:
 def paired_difference(scores: Sequence[float], others: Sequence[float], *, seed: int = 0) -> Interval:
     """Compute a percentile bootstrap interval of the mean of `scores - others` on the same samples (Efron 1979).
 
-    Pairs are drawn together, so that a sample's difficulty cancels. Raise `ValueError` for no or unequal numbers of
-    scores.
+    Pairs are drawn together, so that a sample's difficulty cancels. Raise `ValueError` without pairs.
     """
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")

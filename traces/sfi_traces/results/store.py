@@ -40,14 +40,9 @@ COLUMNS: dict[str, dict[str, Any]] = {
 
 
 class ResultsFolder:
-    """An evaluation's results; each row is on disk before the next is made.
+    """An evaluation's rows by table, each on disk before the next is made; locked until `close` or `leave`.
 
-    The folder is locked for this process until `close` or `leave`.
-
-    Attributes:
-        manifest: The request, the model, the machine, and whether the run is complete.
-        rows: The rows so far, by table.
-        damaged: Faults of damaged lines, each with its file and line number.
+    `manifest` is the request, model and machine, and whether the run is complete; `damaged` are faults of lines.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: FolderLock | None) -> None:
