@@ -26,6 +26,7 @@ from sfi_traces.results.store import KIND, ResultsFolder
 
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
 LISTS = ("methods", "shares", "tasks", "lengths")
+NAMED = ("label", "policy", "preset", "settings")
 ENGINE = ("backend", "kv_dtype", "prefill_chunk", "kv_device_budget", "kv_page")
 
 
@@ -75,7 +76,10 @@ def _results(
     cells = cells_of(asked, methods)
     facts = {
         "asked": dict(asked),
-        "methods": _plain([_described(method) for method in methods]),
+        # with all settings: a preset may change between versions
+        "methods": _plain(
+            [{name: getattr(way, name) for name in NAMED} | {"config": way.config.to_dict()} for way in methods]
+        ),
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
     }
     if results is not None:
@@ -144,10 +148,7 @@ def _run(results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Row
         stopped = str(error)
         raise
     finally:
-        try:
-            results.close(stopped, cells)
-        finally:
-            results.leave()
+        results.close(stopped, cells)
     return stopped is not None
 
 
@@ -155,12 +156,6 @@ def _missing(cells: Sequence[Cell], results: ResultsFolder) -> list[Cell]:
     # cells whose row is missing or failed
     done = {key_of(row) for rows in results.rows.values() for row in rows if row["error"] is None}
     return [cell for cell in cells if cell.key not in done]
-
-
-def _described(method: Method) -> dict[str, Any]:
-    # with all settings: a preset may change between versions
-    named = {name: getattr(method, name) for name in ("label", "policy", "preset")}
-    return {**named, "settings": dict(method.settings), "config": method.config.to_dict()}
 
 
 def _document(results: ResultsFolder) -> dict[str, Any]:

@@ -234,10 +234,7 @@ class Rows(ABC, Generic[T]):
         """Return a row without results and error."""
 
     def make(self, cells: Sequence[Cell]) -> Iterator[Row]:
-        """Decode checked cells, those of a prompt after each other, and yield their rows of plain values.
-
-        The row of a method that ran out of memory or gave broken logits has an `error` and no result.
-        """
+        """Decode checked cells, prompt after prompt, and yield rows of plain values, an `error` where one failed."""
         for place, group in groupby(cells, lambda cell: cell.place):
             methods, prompt = [cell.method for cell in group], self.draw(place)
             try:

@@ -190,10 +190,7 @@ class LayerData:
     def textbook(
         self, index_BHS: torch.Tensor | None = None, *, query: torch.Tensor | None = None, tokens: int | None = None
     ) -> gates.Expected:
-        """Attend by the formula: to the positions `index_BHS` or to all of the first `tokens`.
-
-        `query`, [B, H, G, D], is the step's by default; it may be of fewer requests, the first ones.
-        """
+        """Attend by the formula to positions `index_BHS` or the first `tokens`; `query` may be of fewer requests."""
         query = self.query_BHGD if query is None else query
         key, value = (x[: len(query), :, :tokens] for x in (self.key_BHTD, self.value_BHTD))
         return gates.textbook(query, key, value, self.settings.scale, index_BHS)

@@ -99,11 +99,13 @@ class ResultsFolder:
 
     def close(self, stopped: str | None = None, cells: Sequence[Cell] = ()) -> None:
         """Order the rows as `cells`, note why the run ended early, if it did, and unlock the folder."""
-        with _writing(self.path):
-            self.order(cells)
-            self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
-            write_manifest(self.path, self.manifest)
-        self.leave()
+        try:
+            with _writing(self.path):
+                self.order(cells)
+                self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
+                write_manifest(self.path, self.manifest)
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Unlock the folder, which can then only be read."""
