@@ -73,10 +73,9 @@ def _difference(row: Row) -> str:
 
 
 def _failure(row: Row) -> str:
-    where = row.get("task", "fidelity")
-    length = f", {row['length']:,} tokens" if "length" in row else ""
-    count = f" ({row['failed']} times)" if row.get("failed", 0) > 1 else ""
-    return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"
+    count = f" ({row['failed']} times)" if row["failed"] > 1 else ""
+    where = f"{row.get('task', 'fidelity')}, {row['length']:,} tokens"
+    return f"failed{count}: {row['method']} at {row['size']}, {where}: {row['error']}"
 
 
 SCORE: Columns = {

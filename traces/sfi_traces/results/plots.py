@@ -40,8 +40,7 @@ def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
     }
     for axes, place in zip(grid.flat, panels, strict=False):
         _draw_scores(axes, [row for row in rows if (row["task"], row["length"]) == place], styles)
-        length = "" if place[1] is None else f", {place[1]:,} tokens"
-        axes.set_title(f"{place[0]}{length}", fontsize=10)
+        axes.set_title(f"{place[0]}, {place[1]:,} tokens", fontsize=10)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     handles = {
