@@ -161,7 +161,7 @@ def distance(similarity_HH: Matrix) -> Matrix:
 
 
 def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels, Labels]:
-    """Cluster a layer's KV heads by K-Means over rows of the distance matrix, and choose representatives (SyncKV, B.1).
+    """Cluster KV heads by K-Means over rows of the distance matrix; choose representatives (SyncKV, B.1, 3-4).
 
     Paper gap: how K-Means starts is not given. Ours takes the best of 32 seeded k-means++ starts, the one with the
     least sum of squared distances to the centroids. If there are fewer different rows than clusters, heads of the

@@ -28,18 +28,14 @@ from sfi_core.settings.engine import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
 
+Ahead = Callable[[torch.Tensor], None]
 DRAFTING = ("verifications", "accepted")  # counts of a lossless run's requests
 
 
 class GivenTokens(Sampler):
     """Picks given tokens, in drafts and verifications too: the device makes their logits the largest."""
 
-    def __init__(
-        self,
-        ids_BT: torch.Tensor,
-        token_SB: Sequence[Sequence[int]],
-        ahead: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
+    def __init__(self, ids_BT: torch.Tensor, token_SB: Sequence[Sequence[int]], ahead: Ahead) -> None:
         super().__init__(Sampling(), ids_BT, ahead=ahead)
         self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
 

@@ -10,19 +10,11 @@ from sfi_traces.figures import new_figure, save
 from sfi_traces.results import REFERENCE
 
 # further methods reuse the colors with other markers
-METHOD_COLORS = (
+COLORS = (
     "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
     "tab:cyan", "goldenrod", "black", "navy", "deeppink",
 )  # fmt: skip
 MARKERS = "os^Dv<>PX*h"
-POLICY_COLORS = {
-    "sfi": "tab:blue",
-    "sfi-lossless": "midnightblue",
-    "full-kv": "tab:orange",
-    "transformers-dynamic": "tab:red",
-    "transformers-static": "tab:brown",
-}
-OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
 
 
 def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
@@ -35,8 +27,8 @@ def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     methods = dict.fromkeys(row["method"] for row in rows if row["policy"] != REFERENCE)
     styles = {
-        method: {"color": METHOD_COLORS[index % len(METHOD_COLORS)], "marker": MARKERS[index % len(MARKERS)]}
-        for index, method in enumerate(methods)
+        method: {"color": color, "marker": marker}
+        for method, color, marker in zip(methods, cycle(COLORS), cycle(MARKERS), strict=False)
     }
     for axes, place in zip(grid.flat, panels, strict=False):
         _draw_scores(axes, [row for row in rows if (row["task"], row["length"]) == place], styles)
@@ -83,8 +75,7 @@ def plot_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
     rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})
     figure = new_figure(5.6 * len(batches), 4.4)
-    others = [policy for policy in dict.fromkeys(row["policy"] for row in rows) if policy not in POLICY_COLORS]
-    colors = POLICY_COLORS | dict(zip(others, cycle(OTHER_COLORS), strict=False))
+    colors = dict(zip(dict.fromkeys(row["policy"] for row in rows), cycle(COLORS), strict=False))
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         _draw_speeds(axes, [row for row in rows if row["batch"] == batch], colors)
         axes.set_title(f"batch {batch}", fontsize=10)
