@@ -44,8 +44,7 @@ def _heading(document: Row) -> str:
 
 
 def _by_size(title: str, rows: list[Row], columns: Columns, last: tuple[str, Column], spare: str) -> Table:
-    # a line for each method, with the columns at each size, and a last one at the last size; a row for all sizes stands
-    # at each size
+    # a line for each method, with the columns at each size and a last one; a row for all sizes stands at each
     known = [*dict.fromkeys(row["size"] for row in rows)]
     sizes = [size for size in known if size not in ANY_SIZE] or known[-1:]
     final = last[0] if len(sizes) == 1 else f"{last[0]} at {sizes[-1]}"

@@ -89,8 +89,7 @@ def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str,
 
 
 def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched; and why they were
-    # not replayed as graphs, or not compiled, although those are on
+    # over all runs and their warm-up; and why steps were not replayed as graphs, or not compiled, although those are on
     reports = [run.report for run in runs if run.report is not None]
     reasons = {name: [getattr(report, name) for report in reports] for name in ("not_replayed", "not_compiled")}
     paths = sum((Counter(report.paths) for report in reports), Counter[str]())

@@ -44,8 +44,7 @@ class DecodeSettings:
     time_limit: float | None = None
     slow_rate: Fraction = Fraction(1, 20)  # share of steps at which a request is slow
     ragged: bool = False  # see `Point`
-    # the stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can draft;
-    # None for no such runs
+    # the stated chance that a tested token of a lossless run is kept, in [0, 1]; None for no such runs
     acceptance: float | None = None
     seed: int = 0
     config: SfiConfig = field(default_factory=SfiConfig)
