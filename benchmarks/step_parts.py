@@ -65,8 +65,11 @@ def steps(model: Any, tokenizer: Any, ids: list[int], cache: PromptCache, policy
     config = SfiConfig(trigger_policy="never")
     if policy in RECENT:
         recent = RECENT[policy]
-        config = config.replace(budget=len(ids) // SHARE - recent - SINK, recent=recent)
-    result = generate(model, tokenizer, [ids], config, policy=policy, max_new_tokens=TOKENS, stop_token_ids=(), cache=cache)
+        budget = len(ids) // SHARE - recent - SINK
+        config = config.replace(budget=budget, recent=recent)
+    result = generate(
+        model, tokenizer, [ids], config, policy=policy, max_new_tokens=TOKENS, stop_token_ids=(), cache=cache
+    )
     assert result.report.paths["step.compiled"], result.report.not_compiled
     return result.report.decode_seconds / (TOKENS - 1) * 1e3
 
@@ -87,7 +90,9 @@ def measure(asked: argparse.Namespace) -> list[dict[str, Any]]:
             read = read_bytes(weights, threads)
             for _ in range(asked.repeats):
                 parts = {"floor": milliseconds(read), "products": milliseconds(partial(multiply_all, every, inputs))}
-                parts |= {policy: steps(model, tokenizer, ids, cache, policy) for policy in ("full-kv", "sfi", "codescan")}
+                parts |= {
+                    policy: steps(model, tokenizer, ids, cache, policy) for policy in ("full-kv", "sfi", "codescan")
+                }
                 for name, taken in parts.items():
                     times.setdefault((threads, name), []).append(taken)
         rows.append({"model": Path(path).name, "weight_bytes": weights, "context": len(ids)})

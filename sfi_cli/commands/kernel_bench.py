@@ -44,7 +44,6 @@ def kernel_bench(
     device: Annotated[str, _measure("auto, cpu, cuda, cuda:1, ...")] = "auto",
     compile_only: Annotated[bool, _compile("Without a GPU: registers and spills.", "--compile-only")] = False,
     arch: Annotated[o.Words, _compile("Targets; comma list or repeated.", shown=THIS)] = None,
-    plot: Annotated[o.File, o.plot("speed-up and GB/s")] = None,
     output: Annotated[o.File, o.output("Write the data there too, as .json.")] = None,
     force: o.Force = False,
     wide: o.Wide = False,
@@ -57,7 +56,7 @@ def kernel_bench(
 
     For example:
 
-      sfi kernel-bench --sweep retention --plot sweep.png
+      sfi kernel-bench --sweep retention
 
       sfi kernel-bench --context 32768 --batch 4 --op fast,dense --json
 
@@ -67,9 +66,9 @@ def kernel_bench(
 
     if arch and not compile_only:
         raise ConfigError("arch must come with --compile-only, got --arch alone")
-    if compile_only and (sweep or plot):
-        raise ConfigError("compile-only times nothing and must come without --sweep and --plot")
-    written = Output(output, suffix=".json", plot=plot, json=json, quiet=quiet, force=force, wide=wide)
+    if compile_only and sweep:
+        raise ConfigError("compile-only times nothing and must come without --sweep")
+    written = Output(output, suffix=".json", json=json, quiet=quiet, force=force, wide=wide)
     if compile_only:
         compile_all(words(arch or []), written)
         return
@@ -87,7 +86,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
     from sfi_cli.terminal.progress import Progress
     from sfi_core.measure.kernel_bench.bench import resolve_backend, run_bench
     from sfi_core.models.load import resolve_device
-    from sfi_traces.results.plots import plot_kernel_bench
 
     where = resolve_device(device)
     given = {name: value for name, value in asked.items() if value is not None}
@@ -99,8 +97,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         raise ConfigError("retention must not be given with --sweep, which has its own")
     else:
         settings = KernelSettings.for_sweep(sweep, given.pop("ops", None), **given)
-    if output.plot is not None and "fast" not in settings.ops:
-        raise ConfigError(f"op must include fast for --plot, got {settings.ops}")
     backend = resolve_backend(backend, where)
     with output:
         output.say(f"benchmarking the {backend} backend on {where.type}")
@@ -117,8 +113,6 @@ def run(asked: dict[str, Any], sweep: str | None, backend: str, device: str, out
         if document["rows"]:
             output.show(document, partial(closing_text, sweep=settings.sweep))
             output.file(document)
-            if any(row["op"] == "fast" and row["median_us"] for row in document["rows"]):
-                output.figure(plot_kernel_bench, document)
     if result.interrupted:
         leave_interrupted()
     result.check()

@@ -1,8 +1,4 @@
-"""Similarity of a layer's KV heads, the overlap of their top-k sets (SyncKV, Section 4.1), and clusters of alike heads.
-
-The sets are those of the last queries of a text. K-Means clusters the rows of a layer's distance matrix; a head
-represents each cluster (SyncKV, B.1).
-"""
+"""Similarity of a layer's KV heads, the overlap of their top-k sets (SyncKV, 4.1), and clusters of them (B.1)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +32,7 @@ Labels = tuple[int, ...]
 def cut_texts(tokenizer: Any, texts: Sequence[str], length: int, top: int) -> list[list[int]]:
     """Cut texts into pieces of `length` tokens; drop a text's shorter rest, keep a shorter text.
 
-    Paper gap: B.1 takes the first 1,000 tokens of each article; a long file of ours makes several texts. Raise
-    `InputError` if a piece has at most `top` tokens, which would give every head the same set.
+    Paper gap: B.1 takes the first 1,000 tokens of each article. Raise `InputError` for a piece of at most `top` tokens.
     """
     pieces = []
     for row in encode(tokenizer, texts):
@@ -97,10 +92,9 @@ def pooled_weight(logits_HGWT: torch.Tensor, sink_HG: torch.Tensor | None = None
 
 
 def overlap(index_NHK: torch.Tensor) -> torch.Tensor:
-    """Return the overlap coefficient of every two KV heads (SyncKV, Eq. 1).
+    """Return the overlap coefficient of every two KV heads (SyncKV, Eq. 1), [N, H, H] float64; 0 for an empty set.
 
-    `index_NHK` has for N steps the attended positions of each KV head, padded with -1. Return [N, H, H] float64 in
-    [0, 1]: the shared positions over those of the smaller set; 0 for an empty set.
+    `index_NHK` has for N steps the attended positions of each KV head, padded with -1.
     """
     N, H, _ = index_NHK.shape
     T = int(index_NHK.max()) + 1 if index_NHK.numel() else 0
@@ -167,16 +161,14 @@ def distance(similarity_HH: Matrix) -> Matrix:
 
 
 def cluster(similarity_HH: Matrix, clusters: int, seed: int = 0) -> tuple[Labels, Labels]:
-    """Cluster the KV heads of a layer, and choose a representative for each cluster (SyncKV, B.1, 3-4).
+    """Cluster KV heads by K-Means over rows of the distance matrix; choose representatives (SyncKV, B.1, 3-4).
 
-    K-Means clusters the rows of the distance matrix; a head's row has its distances to all heads.
+    Paper gap: how K-Means starts is not given. Ours takes the best of 32 seeded k-means++ starts, the one with the
+    least sum of squared distances to the centroids. If there are fewer different rows than clusters, heads of the
+    largest cluster fill the empty clusters.
 
-    Paper gap: how K-Means starts is not given. Ours takes the best of 32 seeded k-means++ starts, the one
-    with the least sum of squared distances to the centroids. If there are fewer different rows than clusters,
-    heads of the largest cluster fill the empty clusters.
-
-    Return each head's cluster, and each cluster's representative: the head nearest to the centroid, the lower of
-    equally near heads. Clusters are numbered by their lowest heads. Raise `ConfigError` for more clusters than heads.
+    Return each head's cluster, numbered by lowest heads, and each cluster's representative: the head nearest to the
+    centroid, the lower of equally near ones. Raise `ConfigError` for more clusters than heads.
     """
     check_count(clusters, len(similarity_HH))
     row_HX = distance(similarity_HH).round(DIGITS)
@@ -222,10 +214,9 @@ def _filled(label_H: npt.NDArray[np.int64], clusters: int) -> npt.NDArray[np.int
 
 
 def cluster_layers(texts: Sequence[Sums], clusters: int) -> list[dict[str, Any]]:
-    """Cluster the KV heads of every layer over texts of the same layers (SyncKV, 4.1 and B.1).
+    """Cluster the KV heads of every layer over texts of the same layers (SyncKV, 4.1 and B.1); return a row for each.
 
-    Return a row of plain values for each layer, with S of every two heads, and its mean over pairs of heads within and
-    between clusters, None without a pair. Raise `ConfigError` if a layer has fewer KV heads than N_r (`clusters`).
+    Similarities are means over pairs of heads, None without a pair. Raise `ConfigError` as `cluster`.
     """
     rows = []
     for layer, whole in sorted(joined(texts).items()):

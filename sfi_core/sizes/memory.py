@@ -31,11 +31,9 @@ HELD = 2  # sliding windows and states: the one after the last verified token, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """How a lossless run drafts, for the forecast.
+    """How a lossless run drafts: a request brings `tested` tokens to a pass, `together` logits are picked from at once.
 
-    A request brings `tested` tokens to a pass: its draft and the token before. `together` logits are picked
-    from at once. `compares` says whether an observer wants the divergence of drafts from full attention,
-    `explicit` whether a verification's attention holds all its logits, as the torch backend's does.
+    `compares`: an observer wants the divergence of drafts. `explicit`: attention holds all its logits, as torch's does.
     """
 
     tested: int
@@ -44,11 +42,7 @@ class Drafting:
     explicit: bool
 
     def pass_bytes(self, *, batch: int, vocabulary: int, itemsize: int, grouped: int, capacity: int) -> int:
-        """Add up what a verification of all requests holds, the model's activations left out.
-
-        `vocabulary` numbers of `itemsize` bytes are a token's logits; `grouped` are the query heads of a KV head,
-        whose logits are held at once; `capacity` are the tokens that a request may reach.
-        """
+        """Add up what a verification of all requests holds, without activations; `grouped`: a KV head's query heads."""
         numbers = batch * self.tested * vocabulary
         picking = min(numbers, max(self.together, vocabulary)) * PICKING
         comparing = self.tested * vocabulary * COMPARING if self.compares else 0
@@ -104,12 +98,10 @@ def forecast(
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
-    `model` gives the sizes of its activations and the device; `layers` are the shapes of all its layers. The longest
-    prompt has `prompt_tokens`, of which a forward pass reads `prefill_chunk` (0 for all); a request may reach
-    `capacity`. The torch backend packs nothing in layers left dense; over two `tiers` every policy reads packed rows.
-
-    One slow step refreshes `refreshed_together` requests at once; the evidence of `evidence_buffers` layers is held at
-    once. `graphs` says whether steps are replayed as CUDA graphs, `drafting` how a lossless run drafts.
+    `model` gives the sizes of its activations and the device, `layers` the shapes of all its layers. A forward pass
+    reads `prefill_chunk` tokens of a prompt (0 for all). A slow step refreshes `refreshed_together` requests at once
+    and holds the evidence of `evidence_buffers` layers. The torch backend packs nothing in layers left dense; over
+    `tiers` all is packed.
     """
     config = policy.config
     managed = [layer for layer in layers if layer.window is None]
@@ -178,7 +170,8 @@ def _drafting_bytes(
     model: Any, layers: Sequence[LayerShape], drafting: Drafting, batch: int, capacity: int
 ) -> tuple[int, int]:
     # the largest transient of a verification, and the logits that observers wait for
-    logits = {"batch": batch, "vocabulary": _vocabulary(model), "itemsize": model.dtype.itemsize}
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    logits = {"batch": batch, "vocabulary": vocabulary, "itemsize": model.dtype.itemsize}
     grouped = _query_heads(model) // min(layer.heads for layer in layers)
     passing = drafting.pass_bytes(**logits, grouped=grouped, capacity=capacity)
     activations = _activation_bytes(model, layers, batch, drafting.tested)
@@ -196,24 +189,15 @@ def _query_heads(model: Any) -> int:
     return heads // ranks_of(model).size
 
 
-def _vocabulary(model: Any) -> int:
-    size: int = model.config.get_text_config(decoder=True).vocab_size
-    return size
-
-
 def largest_batch(needed: Callable[[int], int], most: int, free: float) -> int:
-    """Return the largest batch of at most `most` that fits `free` bytes; 0 if one request does not fit.
-
-    `needed` returns the bytes of a batch, which grow with the batch.
-    """
+    """Return the largest batch of at most `most` whose `needed` bytes, which grow with it, fit `free`; 0 for none."""
     return bisect_right(range(1, most + 1), free, key=needed)
 
 
 def check_fits(expected: Forecast, device: torch.device, way: str | None = None, *, two_tier: bool = False) -> None:
-    """Raise `MemoryForecastError` for a run that does not fit: bytes needed, bytes free, what to lower.
+    """Raise `MemoryForecastError` for a run that does not fit: bytes needed, bytes free, and the setting to lower.
 
-    `way` is the setting to lower, None for the one that needs the most. The message does not suggest a device
-    budget to a run that has two tiers already.
+    That is `way`, None for what needs the most; a device budget is not suggested to a run that has two tiers.
     """
     free = free_bytes(device)
     if free and device.type == "cpu":
@@ -249,6 +233,7 @@ def _graph_bytes(
     sizes = step_sizes(batch, selects=policy.selects)
     lengths = len(step_sizes(tested - 1, selects=tested > 1))
     # all graphs leave their logits in one place
-    logits = (2 * tested - 1) * batch * _vocabulary(model) * layers[0].itemsize
+    vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+    logits = (2 * tested - 1) * batch * vocabulary * layers[0].itemsize
     chosen = sum(sizes) * sum(layer.heads for layer in layers) * min(policy.config.budget, capacity) * INT32
     return logits + lengths * (chosen + len(sizes) * GRAPH_BYTES) + LIBRARY_BYTES

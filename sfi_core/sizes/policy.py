@@ -1,7 +1,4 @@
-"""What a policy's steps read, and what its slots and its two tiers take, from its own hooks; nothing runs.
-
-A model's bytes of a step are in `step`. The sizes of two tiers are those of `TwoTierStore`, on either backend.
-"""
+"""What a policy's steps read, and what its slots and its two tiers take, from its own hooks; nothing runs."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -48,10 +45,7 @@ class PolicyReads:
 
     @classmethod
     def of(cls, name: str, config: SfiConfig, shapes: Sequence[LayerShape], rate: float) -> Self:
-        """Ask a policy; the trigger's `rate` is of no effect on a policy that plans by itself.
-
-        Raise `ConfigError` as the policy does, such as synckv without a file of heads.
-        """
+        """Ask a policy; `rate` is without effect on one that plans by itself. Raise `ConfigError` as it does."""
         full = {index: shape for index, shape in enumerate(shapes) if shape.window is None}
         policy = untriggered(name, config, [*full])
         policy.key_width = max(shape.key_width for shape in full.values())
@@ -100,10 +94,9 @@ def check_slots(
     backend: str,
     limit: int | None,
 ) -> None:
-    """Raise `ConfigError`, with budget and slots that fit, for slots of more than `limit` bytes; None is no limit.
+    """Raise `ConfigError`, with what fits, for `slots` of more than `limit` bytes; None is no limit.
 
-    In each slot `layers` have a segment for a request of `longest` tokens, with rows of `shape` below `query_heads`
-    query heads, and the policy's summaries.
+    In each, `layers` have a segment for a request of `longest` tokens with rows of `shape`, and the policy's summaries.
     """
     layer = LayerShape(
         heads=shape.heads, key_width=shape.key_width, value_width=shape.value_width, itemsize=shape.dtype.itemsize,
@@ -125,10 +118,7 @@ def check_slots(
 
 
 def norm_count(free: int, layers: int, shape: SegmentShape) -> int:
-    """Return the norms (float32) of a layer in a cache that fills `free` bytes, norms included.
-
-    `free` may include bytes of activations: they only make the room too large.
-    """
+    """Return the norms (float32) of a layer in a cache that fills `free` bytes, norms included, or more."""
     keys = (shape.key_width + shape.value_width) * shape.dtype.itemsize
     return max(free, 0) // (layers * (keys + FLOAT32))
 
@@ -161,8 +151,7 @@ def two_tier_bytes(
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers of windows or states alone are left out.
 
-    Layers left dense have no packed segment and no notes. `page`, the `longest_recent` window of a step and the
-    `capacity` of a request are in tokens. `resident` counts the heads that the policy would keep on the device.
+    Layers left dense have no packed segment and no notes; `resident` counts the heads that stay on the device.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in policy.config.dense_layers]
@@ -204,8 +193,7 @@ def ring_pages(longest_recent: int, page: int) -> int:
 def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_bytes: int) -> None:
     """Raise `ConfigError` for a device budget that a run's two-tier cache exceeds.
 
-    `budget` may be a share of the full cache, `expected.host_bytes`; `least_bytes` are those of a step that
-    reads `config.recent` recent tokens. An anchored window, which grows between slow steps, needs more.
+    It may be a share of `expected.host_bytes`; `least_bytes` are those of a step with `config.recent` recent tokens.
     """
     allowed = budget.bytes_of(expected.host_bytes)
     if allowed < least_bytes:

@@ -45,10 +45,7 @@ class ByteModel:
 
     @classmethod
     def of(cls, model: Mapping[str, Any], *, dense_layers: Sequence[int] = (), batch: int = 1) -> Self:
-        """Take the numbers from a trace manifest's `model`.
-
-        `weight_bytes` of a mixture count one token's experts; a batch reads more.
-        """
+        """Take the numbers from a trace manifest's `model`, whose `weight_bytes` count one token's experts."""
         full = [layer for layer in model["layers"] if layer["window"] is None]
         sparse = [layer for layer in full if layer["layer"] not in dense_layers]
         dense = [layer for layer in full if layer["layer"] in dense_layers]
@@ -79,11 +76,7 @@ class ByteModel:
         return self.dense(length) + self.refresh(length, packed)
 
     def mean(self, length: Count, attended: Count, packed: Count, slow_rate: float) -> Count:
-        """Return the mean bytes of a run's steps.
-
-        `attended` is the mean of tokens read for each KV head, over all steps and full-attention layers; `packed` are
-        the sink and selected tokens that a slow step copies; `slow_rate` is the share of slow steps.
-        """
+        """Return the mean bytes of a run's steps; `attended` is over all steps and full-attention layers."""
         layers = max(1, self.layers + self.dense_layers)
         sparse = (layers * attended - self.dense_layers * length) / max(1, self.layers)
         return self.fast(length, sparse) + slow_rate * self.refresh(length, packed)
@@ -104,10 +97,7 @@ class ByteModel:
 
 
 def fast_tokens(config: SfiConfig, selected: int, slow_rate: float) -> float:
-    """Return the tokens that a fast step reads for each KV head in a longer context.
-
-    With anchored recent tokens the window grows by half the steps between two slow ones, in the mean.
-    """
+    """Return a fast step's tokens for each KV head; anchored ones grow by half the steps between two slow ones."""
     grown = 0.5 / slow_rate if config.recent_mode == "anchored" and slow_rate else 0.0
     return config.sink + selected + config.recent + grown
 

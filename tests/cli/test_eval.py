@@ -160,7 +160,6 @@ def test_a_folder_that_is_there_is_not_overwritten(whole):
         (["--method", "sfl"], r"unknown policy 'sfl'; did you mean 'sfi'\? expected one of"),
         (["--share", "lots"], "share must be numbers with commas between, got 'lots'"),
         (["--length", "1.5"], "length must be whole numbers with commas between, got '1.5'"),
-        (["--share", "0.1", "--budget", "9"], "share and budget must not come together, got both"),
         (["--set", "eval.windows=0"], "eval.windows must be at least 1, got 0"),
         (["--tokens", "9"], "tokens must come with --fidelity, got it alone"),
         (["--resume"], "resume must come with --output DIR, got none"),

@@ -20,8 +20,8 @@ TEXT = "The fox runs. The dog sleeps. A bird sings, and the cat looks on. " * 6
 WRITERS: dict[str, list[str]] = {
     "bench": ["bench", *BENCH, "--slow-rate", "1/5", "--baseline", "none", "-o", "OUT.json", "--plot", "OUT.png"],
     "eval": [
-        "eval", "--task", "bundled-recall", "--length", "128", "--samples", "2", "--method", "sfi", "--budget", "16",
-        "--recent", "16", "-o", "OUT",
+        "eval", "--task", "bundled-recall", "--length", "128", "--samples", "2", "--method", "sfi", "--share", "0.2",
+        "-o", "OUT",
     ],
     "generate": ["generate", TEXT, *SMALL, "--trace", "OUT", "--json", "-o", "OUT.json"],
     "kernel-bench": ["kernel-bench", "--op", "top_k", "--context", "300", "-o", "OUT.json"],

@@ -8,7 +8,7 @@ from sfi_cli import options as o
 from sfi_cli.options import Subject
 from sfi_cli.parsing import numbers, words
 from sfi_cli.settings import TIERS, ForecastTable, Given, given
-from sfi_cli.terminal.output import Output, View, leave_interrupted
+from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_core.errors import ConfigError
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.settings.engine import EngineOptions
@@ -138,13 +138,23 @@ def run(
     check_run(checked, device)
     with output:
         if forecast:
-            _forecast(subject, checked, device, settings.table(ForecastTable), output)
+            document, interrupted = _forecast(subject, checked, device, settings.table(ForecastTable)), False
         else:
-            _measure(subject, checked, output)
+            document, interrupted = _measured(subject, checked, output)
+        if forecast or document["rows"]:
+            from sfi_cli.commands.bench.views import bench_text, forecast_text
+            from sfi_traces.results.plots import plot_bench
+
+            document["model"]["name"] = subject.name
+            output.show(document, forecast_text if forecast else bench_text)
+            output.file(document)
+            output.figure(plot_bench, document)
+        if interrupted:
+            leave_interrupted()
 
 
-def _measure(subject: Subject, settings: DecodeSettings, output: Output) -> None:
-    from sfi_cli.commands.bench.views import bench_text
+def _measured(subject: Subject, settings: DecodeSettings, output: Output) -> tuple[dict[str, Any], bool]:
+    # the document, and whether Ctrl-C ended the run
     from sfi_cli.terminal.progress import Progress
     from sfi_core.measure.bench.bench import run_bench
 
@@ -154,30 +164,16 @@ def _measure(subject: Subject, settings: DecodeSettings, output: Output) -> None
         result = run_bench(model, settings, progress.update, output.say)
     document = result.document()
     document["model"]["weights"] = subject.loading["weights"]
-    if document["rows"]:
-        _write(subject, document, bench_text, output)
-    if result.interrupted:
-        leave_interrupted()
+    return document, result.interrupted
 
 
-def _forecast(subject: Subject, settings: DecodeSettings, device: Any, machine: ForecastTable, output: Output) -> None:
-    from sfi_cli.commands.bench.views import forecast_text
+def _forecast(subject: Subject, settings: DecodeSettings, device: Any, machine: ForecastTable) -> dict[str, Any]:
     from sfi_core.measure.bench.byte_roofline import forecast_document
 
-    document = forecast_document(
+    return forecast_document(
         subject.unloaded(), settings, device, bandwidth_gb_per_s=machine.bandwidth,
         memory_bytes=None if machine.memory is None else machine.memory * 1e9,
     )  # fmt: skip
-    _write(subject, document, forecast_text, output)
-
-
-def _write(subject: Subject, document: dict[str, Any], view: View, output: Output) -> None:
-    from sfi_traces.results.plots import plot_bench
-
-    document["model"]["name"] = subject.name
-    output.show(document, view)
-    output.file(document)
-    output.figure(plot_bench, document)
 
 
 def _check_forecast(settings: Given, acceptance: float | None, *, forecast: bool) -> None:

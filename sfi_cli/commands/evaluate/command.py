@@ -31,7 +31,6 @@ def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[
 def evaluate(
     method: Annotated[o.Words, o.option(HOW, METHOD, shown="all policies, sfi with every preset")] = None,
     share: Annotated[o.Text, _defaulted(HOW, "shares", "Tokens of sparse attention over the context; a list.")] = None,
-    budget: Annotated[o.Text, o.option(HOW, "Selected tokens per KV head instead of shares; comma list.")] = None,
     recent: Annotated[o.Number, _defaulted(HOW, "recent", "Recent tokens; at most half of a share.")] = None,
     task: Annotated[o.Words, o.option(WHAT, "Comma list or repeated; see --list-tasks.", shown=TASKS)] = None,
     list_tasks: Annotated[bool, o.option(WHAT, "Print the tasks and stop.", "--list-tasks")] = False,
@@ -84,8 +83,7 @@ def evaluate(
     asked = {
         "model": model, "dtype": None if dtype == "auto" else dtype,
         "methods": method,
-        "shares": _numbers("share", share, float),
-        "budgets": _numbers("budget", budget, int), "recent": recent,
+        "shares": _numbers("share", share, float), "recent": recent,
         "tasks": parsing.words(task) if task else None, "lengths": _numbers("length", length, int),
         "samples": samples, "seed": seed, "fidelity": None if fidelity is None else str(fidelity),
         "tokens": tokens,

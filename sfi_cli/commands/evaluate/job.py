@@ -25,7 +25,8 @@ from sfi_traces.results import summarize, summarize_fidelity
 from sfi_traces.results.store import KIND, ResultsFolder
 
 BUNDLED_ONLY = ("synckv",)  # needs a head file, which few other models have
-LISTS = ("methods", "shares", "budgets", "tasks", "lengths")
+LISTS = ("methods", "shares", "tasks", "lengths")
+NAMED = ("label", "policy", "preset", "settings")
 ENGINE = ("backend", "kv_dtype", "prefill_chunk", "kv_device_budget", "kv_page")
 
 
@@ -76,7 +77,10 @@ def _results(
     cells = cells_of(asked, methods)
     facts = {
         "asked": dict(asked),
-        "methods": _plain([_described(method) for method in methods]),
+        # with all settings: a preset may change between versions
+        "methods": _plain(
+            [{name: getattr(way, name) for name in NAMED} | {"config": way.config.to_dict()} for way in methods]
+        ),
         "text": None if text is None else hashlib.sha256(text.encode()).hexdigest(),
     }
     if results is not None:
@@ -103,7 +107,7 @@ def _results(
 
 def cells_of(asked: Mapping[str, Any], methods: Sequence[Method]) -> list[Cell]:
     """List the rows to make, of tasks, then of windows of the text; raise `ConfigError` for an invalid grid."""
-    sized = at_sizes(methods, shares=asked["shares"], budgets=asked["budgets"], recent=asked["recent"])
+    sized = at_sizes(methods, shares=asked["shares"], recent=asked["recent"])
     cells: list[Cell] = []
     if asked["tasks"]:
         seeds = range(asked["seed"], asked["seed"] + asked["samples"])
@@ -145,10 +149,7 @@ def _run(results: ResultsFolder, cells: Sequence[Cell], tables: Mapping[str, Row
         stopped = str(error)
         raise
     finally:
-        try:
-            results.close(stopped, cells)
-        finally:
-            results.leave()
+        results.close(stopped, cells)
     return stopped is not None
 
 
@@ -156,12 +157,6 @@ def _missing(cells: Sequence[Cell], results: ResultsFolder) -> list[Cell]:
     # cells whose row is missing or failed
     done = {key_of(row) for rows in results.rows.values() for row in rows if row["error"] is None}
     return [cell for cell in cells if cell.key not in done]
-
-
-def _described(method: Method) -> dict[str, Any]:
-    # with all settings: a preset may change between versions
-    named = {name: getattr(method, name) for name in ("label", "policy", "preset")}
-    return {**named, "settings": dict(method.settings), "config": method.config.to_dict()}
 
 
 def _document(results: ResultsFolder) -> dict[str, Any]:
@@ -183,15 +178,11 @@ def _plain(value: Any) -> Any:
 
 
 def filled(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill the defaults in; raise `ConfigError` for shares with budgets, or options of fidelity without `fidelity`."""
+    """Fill the defaults in; raise `ConfigError` for options of fidelity without `fidelity`, and the reverse."""
     chosen = {name: value for name, value in given.items() if value is not None}
     asked = DEFAULTS | chosen
     if asked["model"] is not None and "methods" not in chosen:
         asked["methods"] = [name for name in METHODS if name not in BUNDLED_ONLY]
-    if "budgets" in chosen:
-        if "shares" in chosen:
-            raise ConfigError("share and budget must not come together, got both")
-        asked["shares"] = None
     for name in ("tokens", "windows"):
         if name in chosen and "fidelity" not in chosen:
             raise ConfigError(f"{name} must come with --fidelity, got it alone")
@@ -204,7 +195,7 @@ def filled(given: Mapping[str, Any]) -> dict[str, Any]:
 def resumed(given: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of the folder's first run, `before`; raise `ConfigError` for others, or unknown ones."""
     for name in before:
-        if name not in DEFAULTS:
+        if name not in DEFAULTS and before[name] is not None:
             raise ConfigError(f"results folder must be of options that this sfi knows, got {name} {before[name]}")
     for name, value in given.items():
         # a folder of an earlier version lacks newer options

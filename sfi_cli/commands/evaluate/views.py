@@ -1,10 +1,10 @@
 """The tables of `sfi eval`, from its document."""
 
-from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from sfi_cli.terminal.tables import Part
+from sfi_traces.results import grouped
 from sfi_traces.views.table import Column, Columns, Row, Table, number, percent, plural, written
 
 # sizes of rows that hold at all sizes: full attention, methods with own sizes
@@ -19,7 +19,7 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
     """Return the tables of the tasks and of the text, notes on the columns, and the failures."""
     parts: list[Part] = [_heading(document), ""]
     rows = document["rows"]
-    for (task, length), group in _groups(rows, ("task", "length")):
+    for (task, length), group in grouped(rows, ("task", "length")).items():
         samples = max(row["n"] + row["failed"] for row in group)
         title = f"{task}, {length:,} tokens, {plural(samples, 'sample')}"
         measures = dict.fromkeys(name for row in group for name in row["scores"])
@@ -27,7 +27,7 @@ def evaluation_text(document: dict[str, Any]) -> list[Part]:
         parts.append(_by_size(title, group, SCORE, ("against full-kv", _difference), "95 %"))
         parts.append(_by_size("", group, costs, ("tokens/s", SPEED), "stored"))
     parts += NOTES if rows else ()
-    for (length,), group in _groups(document["fidelity"], ("length",)):
+    for (length,), group in grouped(document["fidelity"], ("length",)).items():
         windows = f"{plural(group[0]['windows'], 'window')} of {group[0]['tokens']:,} tokens"
         title = f"fidelity to full attention, {length:,} prompt tokens, {windows}"
         parts.append(Table.of(title, FIDELITY, group, left=2, spare=("stored", "slow", "full-kv's")))
@@ -43,22 +43,14 @@ def _heading(document: Row) -> str:
     return f"{document['results']}: {document['model']['name']} on {where}{done}"
 
 
-def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(groups.items())
-
-
 def _by_size(title: str, rows: list[Row], columns: Columns, last: tuple[str, Column], spare: str) -> Table:
-    # a line for each method, with the columns at each size, and a last one at the last size; a row for all sizes stands
-    # at each size
+    # a line for each method, with the columns at each size and a last one; a row for all sizes stands at each
     known = [*dict.fromkeys(row["size"] for row in rows)]
     sizes = [size for size in known if size not in ANY_SIZE] or known[-1:]
     final = last[0] if len(sizes) == 1 else f"{last[0]} at {sizes[-1]}"
     head = ["method", *(f"{name} at {size}" for size in sizes for name in columns), final]
     lines = []
-    for (method,), group in _groups(rows, ("method",)):
+    for (method,), group in grouped(rows, ("method",)).items():
         by_size = {row["size"]: row for row in group}
         always = next((row for row in group if row["size"] in ANY_SIZE), None)
         at = [by_size.get(size, always) for size in sizes]
@@ -80,10 +72,9 @@ def _difference(row: Row) -> str:
 
 
 def _failure(row: Row) -> str:
-    where = row.get("task", "fidelity")
-    length = f", {row['length']:,} tokens" if "length" in row else ""
-    count = f" ({row['failed']} times)" if row.get("failed", 0) > 1 else ""
-    return f"failed{count}: {row['method']} at {row['size']}, {where}{length}: {row['error']}"
+    count = f" ({row['failed']} times)" if row["failed"] > 1 else ""
+    where = f"{row.get('task', 'fidelity')}, {row['length']:,} tokens"
+    return f"failed{count}: {row['method']} at {row['size']}, {where}: {row['error']}"
 
 
 _two, _four = partial(number, digits=2), partial(number, digits=4)

@@ -46,9 +46,8 @@ def run_bench(
 ) -> "Bench":
     """Measure every point; after Ctrl-C, return the rows measured until then.
 
-    `progress` gets the phase, the runs done and the number of runs; `on_run` a line for each run. The model is
-    outside `slow_fast`. Raise `MemoryForecastError` if no variant fits at any point, `ConfigError` if a lossless run
-    cannot decode such a batch, and `SfiError` as `slow_fast`.
+    `progress` gets the phase, the runs done and their number; `on_run` a line for each run. Raise `MemoryForecastError`
+    if no variant fits at any point, `ConfigError` for a batch that lossless runs cannot decode, and as `slow_fast`.
     """
     check_run(settings, model.device)
     bench = Bench(model, settings, progress, on_run)
@@ -67,11 +66,7 @@ def run_bench(
 
 
 def check_run(settings: DecodeSettings, device: torch.device) -> None:
-    """Refuse what cannot run here, before a large model loads.
-
-    Raise `BackendError` for a backend or CUDA graphs that the device cannot run, `ConfigError` for an unknown policy,
-    and for lossless runs if no policy can draft.
-    """
+    """Refuse, before a large model loads, a backend, graphs, a policy or lossless runs that cannot run here."""
     drafts = [policy_class(policy).drafts for policy in settings.policies]
     if settings.lossless and not any(drafts):
         check_able(policy_class(settings.policies[0]), settings.policies[0], "drafts")

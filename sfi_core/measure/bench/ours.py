@@ -28,22 +28,14 @@ from sfi_core.settings.engine import Sampling
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import sent
 
+Ahead = Callable[[torch.Tensor], None]
 DRAFTING = ("verifications", "accepted")  # counts of a lossless run's requests
 
 
 class GivenTokens(Sampler):
-    """Picks given tokens, in drafts and verifications too, by making their logits the largest.
+    """Picks given tokens, in drafts and verifications too: the device makes their logits the largest."""
 
-    The device does it: the next step may start before the host has read the token.
-    """
-
-    def __init__(
-        self,
-        ids_BT: torch.Tensor,
-        token_SB: Sequence[Sequence[int]],
-        ahead: Callable[[torch.Tensor], None] | None = None,
-    ) -> None:
-        """Take the prompts, and the tokens by step and request."""
+    def __init__(self, ids_BT: torch.Tensor, token_SB: Sequence[Sequence[int]], ahead: Ahead) -> None:
         super().__init__(Sampling(), ids_BT, ahead=ahead)
         self._token_SB = torch.tensor(token_SB, device=ids_BT.device)
 
@@ -85,11 +77,7 @@ class StatedAcceptance:
 
 @torch.inference_mode()
 def run_ours(row: BenchRow) -> DecodeSample:
-    """Decode the given tokens under a policy, sparsely or losslessly, as the variant says.
-
-    In a lossless run chance decides which drafts are kept; its steps are passes, and a pass gives a request no token,
-    one or several.
-    """
+    """Decode the given tokens under a policy; in a lossless run a step is a pass, and chance decides what is kept."""
     model, variant, settings, prompts, batch = row.model, row.variant, row.settings, row.prompts, row.point.batch
     sample, lossless = DecodeSample(batch, settings.warm_up), variant.engine.lossless
     reset_peak(model.device)

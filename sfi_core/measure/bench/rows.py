@@ -17,10 +17,7 @@ PERCENTILES = (50, 95, 99)
 
 
 def point_rows(measured: Sequence[BenchRow], copy_gb_per_s: float) -> list[dict[str, Any]]:
-    """Return a document's row for each row with samples, and its speed-ups over full-kv and transformers.
-
-    `copy_gb_per_s` is the machine's copy bandwidth.
-    """
+    """Return a document's row for each row with samples, and its speed-ups over full-kv and transformers."""
     rows = [{**_row(row), **_bytes(row, copy_gb_per_s)} for row in measured if row.samples]
     rates = {row["policy"]: row["decode_tokens_per_second"] for row in rows}
     theirs = max((rates[name] for name in BASELINES if name in rates), default=None)
@@ -34,10 +31,7 @@ def point_rows(measured: Sequence[BenchRow], copy_gb_per_s: float) -> list[dict[
 
 
 def pays_from(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each of our other policies and each batch from which measured context on it is faster than full-kv.
-
-    `context` is None if it is not at the longest one, `longest_context`; [] without rows of full-kv.
-    """
+    """Return the measured context from which on each other policy beats full-kv, None for none, by batch."""
     speedups: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for row in rows:
         if row["speedup"] is not None and row["policy"] not in ("full-kv", *BASELINES):
@@ -95,8 +89,7 @@ def _drafting(variant: DecodeVariant, runs: Sequence[DecodeSample]) -> dict[str,
 
 
 def _paths(runs: Sequence[DecodeSample]) -> dict[str, Any]:
-    # over all runs and their warm-up: `graph.replay` and `graph.eager` count how steps were launched; and why they were
-    # not replayed as graphs, or not compiled, although those are on
+    # over all runs and their warm-up; and why steps were not replayed as graphs, or not compiled, although those are on
     reports = [run.report for run in runs if run.report is not None]
     reasons = {name: [getattr(report, name) for report in reports] for name in ("not_replayed", "not_compiled")}
     paths = sum((Counter(report.paths) for report in reports), Counter[str]())

@@ -1,8 +1,4 @@
-"""A row of the benchmark: what its runs decode, and what they took.
-
-Prompts are a random cache made once for all runs. The tokens after them are given, because tokens of random weights
-mean nothing.
-"""
+"""A row of the benchmark: what its runs decode, given tokens after a random cache, and what they took."""
 
 import math
 import random
@@ -25,8 +21,7 @@ from sfi_core.policies import policy_class
 from sfi_core.settings.engine import EngineOptions
 from sfi_core.sizes.step import ByteModel
 
-FAST, MIXED, SLOW = "fast", "mixed", "slow"
-KINDS = (FAST, MIXED, SLOW)
+KINDS = FAST, MIXED, SLOW = "fast", "mixed", "slow"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +37,12 @@ class DecodeVariant:
 def variants(settings: DecodeSettings) -> list[DecodeVariant]:
     """Return the variants of a benchmark; a policy that cannot offload runs without the device budget."""
     lossless = replace(settings.engine, lossless=True, kv_device_budget=None)
-    found = []
+    ways = []
     for policy in dict.fromkeys(settings.policies):
-        found.append(DecodeVariant(policy, policy, engine_for(policy, settings.engine)))
+        ways.append(DecodeVariant(policy, policy, engine_for(policy, settings.engine)))
         if settings.lossless and policy_class(policy).drafts:
-            found.append(DecodeVariant(f"{policy}-lossless", policy, lossless, settings.acceptance))
-    return found + [DecodeVariant(name) for name in dict.fromkeys(settings.baselines)]
+            ways.append(DecodeVariant(f"{policy}-lossless", policy, lossless, settings.acceptance))
+    return ways + [DecodeVariant(name) for name in dict.fromkeys(settings.baselines)]
 
 
 class Read(NamedTuple):
@@ -168,10 +163,9 @@ def _tokens(settings: DecodeSettings, request: int, batch: int, vocabulary: int)
 
 
 def slow_steps(rate: Fraction, request: int, batch: int, count: int) -> list[int]:
-    """Return the slow steps of a request among the first `count` measured steps.
+    """Return the slow steps of a request among the first `count` measured steps: evenly apart, staggered over requests.
 
-    Slow steps are evenly apart, and staggered over the requests: at a rate of 1/n, request r is slow at step
-    r n / batch and at every n-th step from there.
+    At a rate of 1/n, request r is slow at step r n / batch and at every n-th step from there.
     """
     if rate == 0:
         return []

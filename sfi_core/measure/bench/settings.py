@@ -44,8 +44,7 @@ class DecodeSettings:
     time_limit: float | None = None
     slow_rate: Fraction = Fraction(1, 20)  # share of steps at which a request is slow
     ragged: bool = False  # see `Point`
-    # the stated chance that a tested token is kept, in [0, 1], in lossless runs of the policies that can draft;
-    # None for no such runs
+    # the stated chance that a tested token of a lossless run is kept, in [0, 1]; None for no such runs
     acceptance: float | None = None
     seed: int = 0
     config: SfiConfig = field(default_factory=SfiConfig)
@@ -54,15 +53,10 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         """Refuse settings that cannot be measured."""
         self._check_names()
-        for name in ("contexts", "batches"):
-            values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ConfigError(f"{name} must be positive, got {values}")
-        if min(self.contexts) < 2:  # noqa: PLR2004 - half of a ragged context must be a token
-            raise ConfigError(f"contexts must be at least 2, got {self.contexts}")
-        for name, least in (("steps", 1), ("warm_up", 0), ("repeats", 1)):
+        # half of a ragged context must be a token
+        for name, least in {"contexts": 2, "batches": 1, "steps": 1, "warm_up": 0, "repeats": 1}.items():
             value = getattr(self, name)
-            if value < least:
+            if (min(value, default=0) if isinstance(value, tuple) else value) < least:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
         if self.time_limit is not None and self.time_limit <= 0:
             raise ConfigError(f"time_limit must be positive, got {self.time_limit}")

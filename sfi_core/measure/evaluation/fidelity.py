@@ -43,8 +43,7 @@ def windows(
 ) -> list[Window]:
     """Spread windows evenly over a text; in a short text the windows overlap.
 
-    Every window starts with the special tokens `prefix`, which count as tokens of its prompt. Raise `InputError` if
-    the text is too short.
+    Each starts with the special tokens `prefix`, part of its prompt. Raise `InputError` if the text is too short.
     """
     size = prompt_tokens + new_tokens - len(prefix)
     spare = len(ids) - size
@@ -92,12 +91,7 @@ class Fidelity:
         return whole
 
     def summary(self) -> dict[str, float]:
-        """Average over all steps but step 0 of each window, which is dense under every policy.
-
-        Returns:
-            `windows`, `steps`, `slow_rate`, `kl` (mean, nats), `kl_p95`, `agreement`, `perplexity`,
-            `perplexity_full`, and the windows' mean `read_ratio`, `selection_ratio` and `stored_ratio`.
-        """
+        """Average over all steps but each window's step 0, which is dense under every policy; `kl` is in nats."""
         decoded, reports = [index for index, step in enumerate(self.step) if step > 0], self.reports
 
         def mean(values: Sequence[float]) -> float:
@@ -155,10 +149,7 @@ def fidelity(
     model: Any, tokenizer: Any, full: Reference, config: SfiConfig | None = None, *, policy: str = "sfi",
     engine: EngineOptions = DEFAULTS,
 ) -> list[Fidelity]:  # fmt: skip
-    """Compare a policy with full attention on windows that are decoded together.
-
-    The policy runs on the backend of `full`. Raise `SfiError` as `teacher_force`.
-    """
+    """Compare a policy with full attention on windows that are decoded together; raise as `teacher_force`."""
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]
     parts = [Fidelity() for _ in full.windows]
@@ -185,11 +176,7 @@ def fidelity(
 
 
 def window_cells(methods: Sequence[Method], lengths: Sequence[int], count: int, tokens: int) -> list[Cell]:
-    """List every method on `count` windows of each length, the first window of all lengths first.
-
-    Full attention, the reference, has no cells. Raise `ConfigError` if no other method is given, for no window, for
-    less than 2 decoded `tokens`, and for lengths that are none or come twice.
-    """
+    """List every method but full attention on `count` windows of each length, the first window of all first."""
     check_distinct("length", lengths)
     compared = [method for method in methods if method.policy != WHOLE]
     if not compared:
@@ -271,5 +258,5 @@ def from_rows(rows: Sequence[Mapping[str, Any]]) -> Fidelity:
 
 
 def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in fields(kind) if one.init}
+    names = {column.name for column in fields(kind) if column.init}
     return {name: value for name, value in values.items() if name in names}

@@ -1,7 +1,4 @@
-"""The grid of an evaluation: a cell for every method on every sample of a task, or window of a text, and its row.
-
-A method is a policy, a preset, the settings that differ from the preset, and a size.
-"""
+"""The grid of an evaluation: a cell for every method on every sample of a task, or window of a text, and its row."""
 
 import json
 import re
@@ -46,10 +43,9 @@ class Method:
     preset: str  # the preset that the settings start from
     settings: Mapping[str, Any]  # differences from the preset, as `SfiConfig.replace` takes them
     config: SfiConfig  # the preset with these settings, without the size
-    share: float | None = None  # sink, selected and recent tokens over the tokens of the prompt. In (0, 1]
-    # selected tokens of a KV head. Without `share` and `budget` the method has a size of its own
-    budget: int | None = None
-    recent: int = 128  # tokens of the recent window; with a share, its most tokens
+    # sink, selected and recent tokens over the tokens of the prompt, in (0, 1]; None for a size of its own
+    share: float | None = None
+    recent: int = 128  # with a share, the most tokens of the recent window
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -74,7 +70,9 @@ class Method:
     @property
     def size(self) -> str:
         """A short name of the size for tables."""
-        return _size(self.share, self.budget) or ("all" if self.policy == WHOLE else "own")
+        if self.share is None:
+            return "all" if self.policy == WHOLE else "own"
+        return f"{100 * self.share:g}%"
 
     @property
     def key(self) -> tuple[str, str]:
@@ -88,11 +86,9 @@ class Method:
 
     def config_for(self, context: int) -> SfiConfig:
         """Return the settings for a prompt of `context` tokens; raise `ConfigError` if none is selected."""
-        if self.share is None and self.budget is None:
+        if self.share is None:
             return self.config
         config = self.config if "recent" in self.settings else self.config.replace(recent=self.recent)
-        if self.share is None:
-            return config.replace(budget=self.budget)
         return at_share(config, context, self.share)
 
     def columns(self, context: int) -> dict[str, Any]:
@@ -110,39 +106,20 @@ class Method:
         }
 
 
-def at_sizes(
-    methods: Sequence[Method],
-    *,
-    shares: Sequence[float] | None = None,
-    budgets: Sequence[int] | None = None,
-    recent: int = 128,
-) -> list[Method]:
-    """Return every method at every size, by method; a method with a size of its own comes once.
-
-    Sizes are `budgets`, or without them `shares`; see `Method`. Raise `ConfigError` for one out of range, for none, and
-    for a size or a method's label that comes twice.
-    """
-    for share in shares or ():
+def at_sizes(methods: Sequence[Method], *, shares: Sequence[float], recent: int = 128) -> list[Method]:
+    """Return every method at every share, one with a size of its own once; refuse a bad, missing or repeated share."""
+    for share in shares:
         if not 0 < share <= 1:
             raise ConfigError(f"share must be in (0, 1], got {share:g}")
-    for name, values in (("budget", budgets or ()), ("recent", (recent,))):
-        if values and min(values) < 1:
-            raise ConfigError(f"{name} must be positive, got {min(values)}")
+    if recent < 1:
+        raise ConfigError(f"recent must be positive, got {recent}")
     check_distinct("method", [method.label for method in methods])
-    pairs: list[tuple[float | None, int | None]]
-    pairs = [(share, None) for share in shares or ()] if budgets is None else [(None, budget) for budget in budgets]
-    check_distinct("size", [_size(*pair) for pair in pairs])
+    check_distinct("share", shares)
     return [
-        replace(method, share=share, budget=budget, recent=recent) if method.sized else method
+        replace(method, share=share, recent=recent) if method.sized else method
         for method in methods
-        for share, budget in (pairs if method.sized else pairs[:1])
+        for share in (shares if method.sized else shares[:1])
     ]
-
-
-def _size(share: float | None, budget: int | None) -> str:
-    if share is not None:
-        return f"{100 * share:g}%"
-    return "" if budget is None else f"K {budget}"
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
@@ -154,10 +131,9 @@ def check_distinct(name: str, values: Sequence[Any]) -> None:
 
 
 def at_share(config: SfiConfig, context: int, share: float) -> SfiConfig:
-    """Set recent and selected tokens so that they and the sink are a share of the context.
+    """Set recent and selected tokens so that they and the sink are a share of the context, the same for every method.
 
-    The recent window takes `config.recent` tokens, but at most half of the share; the selected tokens take the rest.
-    So every method reads the same number of tokens in a fast step. Raise `ConfigError` if no token is left to select.
+    The recent window takes `config.recent` tokens, at most half of the share. Raise `ConfigError` if none is selected.
     """
     total = int(share * context)
     recent = min(config.recent, total // 2)
@@ -189,10 +165,7 @@ def _settings(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def nested(settings: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return settings by name, such as `selector.alpha`, as `SfiConfig.replace` takes them.
-
-    Raise `ConfigError` for a setting that comes twice.
-    """
+    """Return settings by name, such as `selector.alpha`, as `SfiConfig.replace` takes them; refuse one twice."""
     tables: dict[str, Any] = {}
     for full, value in settings:
         table, _, name = full.rpartition(".")
@@ -238,19 +211,11 @@ class Rows(ABC, Generic[T]):
     """Makes the rows of cells; a prompt, of type T, is read once and decoded under each method."""
 
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
-        """Take a decoder-only model of transformers; `engine` says how prompts are read and steps are run.
-
-        A policy that cannot offload runs without the device budget.
-        """
         self.model, self.tokenizer, self.engine = model, tokenizer, engine
 
     @abstractmethod
     def check(self, cells: Sequence[Cell]) -> None:
-        """Refuse, before anything runs, methods, lengths and tasks that cannot run.
-
-        Raise `InputError` for a text that is too short, and for a prompt with its new tokens that exceeds the model's
-        positions; `ConfigError` for a size that selects no token, and a trigger that is no token.
-        """
+        """Raise a `ConfigError` or `InputError` for methods, lengths, tasks and texts that cannot run."""
 
     @abstractmethod
     def draw(self, place: Place) -> T:
@@ -269,11 +234,7 @@ class Rows(ABC, Generic[T]):
         """Return a row without results and error."""
 
     def make(self, cells: Sequence[Cell]) -> Iterator[Row]:
-        """Decode cells, and yield their rows of plain values; `check` the cells first.
-
-        The cells of a prompt follow each other. The row of a method that ran out of memory or gave broken logits has
-        an `error` and no result.
-        """
+        """Decode checked cells, prompt after prompt, and yield rows of plain values, an `error` where one failed."""
         for place, group in groupby(cells, lambda cell: cell.place):
             methods, prompt = [cell.method for cell in group], self.draw(place)
             try:

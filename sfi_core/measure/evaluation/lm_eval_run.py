@@ -13,10 +13,7 @@ THEIRS = (ValueError, KeyError, OSError)
 
 
 def run_lm_eval(words: Sequence[str]) -> None:
-    """Run lm-eval with these arguments; a run is of the model `sfi` unless they or a file of settings name one.
-
-    Raise `BackendError` without lm-eval, `ConfigError` for what lm-eval refuses, and `SfiError` as the model `sfi`.
-    """
+    """Run lm-eval with these arguments, of the model `sfi` unless they name one; `SfiError` for what it refuses."""
     missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
     if missing:
         raise not_installed("lm-eval needs", missing[0], "eval")

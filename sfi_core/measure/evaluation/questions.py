@@ -54,10 +54,9 @@ def write_prompt(tokenizer: Any, question: Question) -> tuple[str, tuple[int, ..
 
 
 def fit(name: str, tokens: Callable[[int], int], length: int, least: int = 0) -> int:
-    """Return the largest number of units, at least `least`, whose prompt has at most `length` tokens.
+    """Return the most units, at least `least`, whose prompt has at most `length` tokens, by guesses that interpolate.
 
-    Guesses interpolate between earlier ones, so that few prompts are tokenized. Raise `InputError` if even `least`
-    units are too long, or more units do not give more tokens.
+    Raise `InputError` if even `least` units are too long, or more units do not give more tokens.
     """
     low, low_tokens = least, tokens(least)
     if low_tokens > length:
@@ -95,10 +94,7 @@ class DocumentTask:
         raise NotImplementedError
 
     def sample(self, tokenizer: Any, length: int, seed: int) -> TaskSample:
-        """Draw a prompt of at most `length` tokens; the same one for the same arguments.
-
-        Raise `InputError` as `fit`, or without a tokenizer.
-        """
+        """Draw a prompt of at most `length` tokens, the same for the same arguments; `InputError` if none fits."""
         self.need(tokenizer)
 
         def tokens(units: int) -> int:
@@ -123,10 +119,7 @@ class DocumentTask:
             raise InputError(f"task {self.name!r} must have a tokenizer, got none")
 
     def score(self, sample: TaskSample, token_ids: Sequence[int], text: str, tokenizer: Any) -> dict[str, float]:
-        """Judge a completion, given as tokens and as text; "score" is in [0, 1].
-
-        Here it is the share of the answers in the text, ignoring case (RULER's string_match_all).
-        """
+        """Judge a completion; "score" is the share of the answers in it, ignoring case (RULER's string_match_all)."""
         said = text.lower()
         right = sum(answer.lower() in said for answer in sample.answers)
         return {"score": right / len(sample.answers)}

@@ -26,11 +26,7 @@ MEASURED = ("score", "generated", "tokens_per_second", "text", *REPORTED)
 def sample_cells(
     methods: Sequence[Method], tasks: Sequence[str], lengths: Sequence[int], seeds: Sequence[int]
 ) -> list[Cell]:
-    """List every method at its size on every sample, by seed, so that a stopped run has all tasks and lengths.
-
-    `tasks` are names from `tasks.TASKS`; each seed gives a sample of every task and length. Raise `ConfigError` for a
-    list that is empty or has a value twice, and for an unknown task.
-    """
+    """List every method on every sample, by seed, so that a stopped run has all tasks and lengths."""
     for name, values in {"length": lengths, "task": tasks, "sample": seeds}.items():
         check_distinct(name, values)
     if min(lengths) < 1:
@@ -47,7 +43,6 @@ class SampleRows(Rows[TaskSample]):
     """Makes the rows of samples."""
 
     def __init__(self, model: Any, tokenizer: Any, engine: EngineOptions = DEFAULTS) -> None:
-        """See `Rows`."""
         super().__init__(model, tokenizer, engine)
         self._trigger_ids = cache(partial(resolve_triggers, tokenizer))  # of settings; looking them up takes a while
 

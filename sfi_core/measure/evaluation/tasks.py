@@ -1,7 +1,4 @@
-"""The built-in tasks: generated documents with needles, variables, common words, whole sentences, and the bundled one.
-
-The first three are after RULER (2404.06654). Score of the first four: the share of the right answers in the text.
-"""
+"""The built-in tasks; needles, variables and common words are after RULER (2404.06654)."""
 
 import random
 import string
@@ -85,10 +82,7 @@ def tell(name: str, value: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VariableTracking(DocumentTask):
-    """Chains of five variables in filler; the question is about one chain.
-
-    ``VAR QXBLR = 48213.``, further on ``VAR TMHEA = VAR QXBLR.`` and so on; a second chain starts from another value.
-    """
+    """Chains of five variables in filler, ``VAR QXBLR = 48213.``, ``VAR TMHEA = VAR QXBLR.``; one is asked about."""
 
     name: str = "variable-tracking"
 
@@ -144,8 +138,7 @@ class CommonWords(DocumentTask):
 class SentenceRecall(DocumentTask):
     """A text of one sentence per person, `asked` of them to be repeated word for word, in the order asked.
 
-    At each sentence boundary of the answer, the model must jump to another place of the text. White space does not
-    count; "exact" is 1 if the answer has all of them.
+    At each sentence boundary of the answer the model must jump. White space does not count; "exact" is 1 for all.
     """
 
     name: str = "sentence-recall"
@@ -175,8 +168,7 @@ class SentenceRecall(DocumentTask):
 class BundledRecall(DocumentTask):
     """The bundled checkpoint's task: repeat a document's sentences about `asked` people, in the order asked.
 
-    Documents are drawn as for training, from seeds that training did not use. Score: 1 if all tokens of the answer are
-    right, including the end of the text; "token_accuracy" is the share of right tokens.
+    Documents are of seeds that training did not use. Score: 1 if all tokens are right, the end of the text included.
     """
 
     name: str = "bundled-recall"

@@ -74,7 +74,6 @@ class TextTokens(Sampler):
     """Picks the texts' own tokens, and passes on the logits of each step."""
 
     def __init__(self, ids_BT: torch.Tensor, texts: Sequence[Sequence[int]], on_logits: OnLogits) -> None:
-        """Take the prompts, and the tokens after them."""
         super().__init__(Sampling(), ids_BT)
         self._texts, self._on_logits = texts, on_logits
 

@@ -186,10 +186,9 @@ def _rival_piece(layer: LayerData, query_1HGWD: torch.Tensor, tokens: int) -> Ca
 
 
 def codescan(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
-    """Yield all launches of a layer's step, for a batch of equal requests.
+    """Yield all launches of a layer's step, for a batch of equal requests; it appends the last token again.
 
-    It appends the last token again, so that the cache stays the same. The pseudo token has no weight, so
-    that the textbook's attention to the chosen rows is the right one.
+    The pseudo token has no weight, so that the textbook's attention to the chosen rows is the right one.
     """
     settings, backend, device, query = layer.settings, layer.backend, layer.device, layer.query_BHGD
     budget, selected = settings.budget(retention), layer.selected[retention]

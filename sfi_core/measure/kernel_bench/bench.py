@@ -146,10 +146,9 @@ def run_bench(
 ) -> KernelResult:
     """Check every variant, then time it; the variants of a group take turns.
 
-    `progress` gets the phase, the calls done and the number of calls; `on_group` each group's title and rows as soon
-    as they are there, after Ctrl-C those that are. A variant that fails is noted and not timed; see
-    `KernelResult.check`. Raise `MemoryForecastError` if the inputs and their checks do not fit, `BackendError` if a
-    kernel does not take this shape.
+    `progress` gets the phase, the calls done and their number; `on_group` each group's title and rows at once, after
+    Ctrl-C those that are there. A variant that fails is noted (`KernelResult.check`). Raise `MemoryForecastError` if it
+    does not fit, `BackendError` if a kernel does not take this shape.
     """
     needed, free = settings.forecast_bytes() + workspace_bytes(device), free_bytes(device)
     if free is not None and needed > free:

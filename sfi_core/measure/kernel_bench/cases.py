@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,10 +59,7 @@ def packed(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
 
 
 def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
-    """Yield a recall: the old segment has the sinks and three of four selected rows.
-
-    Paper gap: the share of rows that stay selected depends on the model; we take three of four.
-    """
+    """Yield a recall whose old segment has the sinks and three of four selected rows (Paper gap: our share)."""
     old, into = (layer.selected[retention].empty_like() for _ in range(2))
     K = old.index_BHK.shape[2]
     stays = old.index_BHK[..., torch.arange(K, device=layer.device) % FETCHED_EVERY != 0]
@@ -164,13 +162,11 @@ GROUPS: dict[str, dict[str, Make]] = {
 def groups(layer: LayerData) -> Iterator[tuple[str, Iterator[KernelVariant]]]:
     """Yield each title with the checked variants of the settings' ops; dense attention is always among them."""
     for title, ops in GROUPS.items():
-        asked = {op: make for op, make in ops.items() if op == "dense" or op in layer.settings.ops}
-        if asked:
-            yield title, _variants(layer, asked)
-
-
-def _variants(layer: LayerData, ops: dict[str, Make]) -> Iterator[KernelVariant]:
-    for op, make in ops.items():
-        retentions: tuple[float | None, ...] = layer.settings.retentions if op in RETAINING else (None,)
-        for retention in retentions:
-            yield from checked(op, retention, make(layer, retention))
+        variants = [
+            checked(op, retention, make(layer, retention))
+            for op, make in ops.items()
+            if op == "dense" or op in layer.settings.ops
+            for retention in (layer.settings.retentions if op in RETAINING else (None,))
+        ]
+        if variants:
+            yield title, chain.from_iterable(variants)

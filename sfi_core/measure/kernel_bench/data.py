@@ -63,7 +63,6 @@ class LayerData:
     """
 
     def __init__(self, settings: KernelSettings, backend: str, device: torch.device) -> None:
-        """Draw the cache and the queries; for PyTorch each request is one page."""
         self.settings, self.backend, self.device = settings, backend, device
         self.notes: list[str] = []
         self._generator = torch.Generator(device).manual_seed(settings.seed)
@@ -167,11 +166,7 @@ class LayerData:
         return torch.cat([first, index_BHK, last], 2)
 
     def plan(self, *, programs: int | None = None, **request: Any) -> StepDescriptor:
-        """Plan a step of equal requests; planning is not timed, as a plan serves all layers.
-
-        `programs` share the work, by default as many as the device runs at once; the rest are fields of
-        `StepRequest`.
-        """
+        """Plan a step of equal requests, with fields of `StepRequest`; it is not timed, as a plan serves all layers."""
         settings, start = self.settings, self.settings.context - self.settings.recent
         made = StepRequest(length=settings.context, recent_start=start, sink=settings.sink, **request)
         programs = resident_programs(self.device) if programs is None else programs
@@ -195,10 +190,7 @@ class LayerData:
     def textbook(
         self, index_BHS: torch.Tensor | None = None, *, query: torch.Tensor | None = None, tokens: int | None = None
     ) -> gates.Expected:
-        """Attend by the formula: to the positions `index_BHS` or to all of the first `tokens`.
-
-        `query`, [B, H, G, D], is the step's by default; it may be of fewer requests, the first ones.
-        """
+        """Attend by the formula to positions `index_BHS` or the first `tokens`; `query` may be of fewer requests."""
         query = self.query_BHGD if query is None else query
         key, value = (x[: len(query), :, :tokens] for x in (self.key_BHTD, self.value_BHTD))
         return gates.textbook(query, key, value, self.settings.scale, index_BHS)

@@ -1,7 +1,4 @@
-"""Variants of ops, and their checks before timing: against the formula or the reference, in higher precision.
-
-A check returns the error as a share of what rounding allows; above 1 the op is wrong. Copies must be exact.
-"""
+"""Variants of ops, and their checks before timing, which return the error as a share of what rounding allows."""
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -121,15 +118,14 @@ def textbook(
     scale: float,
     index_BHS: torch.Tensor | None = None,
 ) -> Expected:
-    """Attend to the positions `index_BHS`, or to all: softmax of q.k times v.
+    """Attend to the positions `index_BHS`, or to all: softmax of q.k times v; in float64 for float32.
 
-    Computed in float64 for float32 inputs, else in float32. Bounds: a float32 product of D terms is off by D + 2
-    roundings of the sum of its terms' sizes. A softmax weight is off by twice the error of its logits, by a few
-    roundings of its own, and by a rounding to the inputs' precision (at least to a multiple of the smallest number)
-    before it multiplies its value. A running sum of S weights, and one of their products with the values, is off by
-    half a rounding a term: at 16K tokens that is more than all else in float32, and nothing beside a shorter precision.
+    Bounds: a float32 product of D terms is off by D + 2 roundings of the sum of its terms' sizes; a softmax weight by
+    twice the error of its logits, by a few roundings of its own, and by one to the inputs' precision (at least to a
+    multiple of the smallest number) before it multiplies its value; a running sum of S weights or products by half a
+    rounding a term: at 16K tokens more than all else in float32, and nothing beside a shorter precision.
     """
-    own, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
+    rounding, single = torch.finfo(query_BHGD.dtype), torch.finfo(torch.float32).eps
     wide = torch.float64 if query_BHGD.dtype == torch.float32 else torch.float32
     rows = []
     for row in range(query_BHGD.shape[0]):
@@ -143,11 +139,11 @@ def textbook(
         # the sizes of a product's terms add up to at most the product of the two norms
         sizes = float(query.norm(dim=-1).max() * key.norm(dim=-1).max()) * scale
         logit = sizes * (key.shape[-1] + 2) * single
-        relative = 4 * logit + own.eps + (32 + key.shape[1]) * single
+        relative = 4 * logit + rounding.eps + (32 + key.shape[1]) * single
         value.abs_()
         mass, total = weight @ value, value.sum(1, keepdim=True)
-        bound = relative * mass + own.eps * out.abs() + own.smallest_normal * own.eps * total
-        rows.append((out, bound, bound + 2 * own.eps * sizes * mass))
+        bound = relative * mass + rounding.eps * out.abs() + rounding.smallest_normal * rounding.eps * total
+        rows.append((out, bound, bound + 2 * rounding.eps * sizes * mass))
     return Expected(*(torch.stack(parts) for parts in zip(*rows, strict=True)))
 
 
@@ -183,8 +179,7 @@ def selector_error(
 ) -> float:
     """Compare scores and weights with the reference in float64.
 
-    A score is a logarithm after about a dozen float32 steps, less two differences of such logarithms; each is off by a
-    few roundings of numbers as large as the scores.
+    A score is a logarithm after a dozen float32 steps, less two differences of such; each is off by a few roundings.
     """
     worst = EXACT
     for row in range(logits.shape[0]):  # one at a time, to keep temporary tensors small

@@ -119,8 +119,7 @@ class KernelSettings:
     ) -> int:
         """Return the least bytes of attention over `tokens` tokens of every request, over all in `dense` KV heads.
 
-        `evidence` counts the logits of one query, `gathered` the positions of rows that are read in place. Work lists,
-        lengths, block tables and the log-sum-exp (which a slow step passes to the Selector) are left out.
+        `evidence` counts a query's logits, `gathered` positions of rows read in place; lists and tables are left out.
         """
         rows = self.batch * self.heads
         ends = 2 * rows * queries * self.head_dim * self.itemsize

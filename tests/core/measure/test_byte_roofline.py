@@ -286,10 +286,9 @@ def test_what_no_share_changes_runs_once(text, size):
     [
         ({"shares": [0.0]}, "share must be in (0, 1], got 0"),
         ({"shares": [1.5]}, "share must be in (0, 1], got 1.5"),
-        ({"budgets": [0]}, "budget must be positive, got 0"),
         ({"shares": [0.1], "recent": 0}, "recent must be positive, got 0"),
-        ({}, "size must be given at least once, got none"),
-        ({"budgets": [8, 8]}, "each size must differ, got K 8, K 8"),
+        ({"shares": []}, "share must be given at least once, got none"),
+        ({"shares": [0.5, 0.5]}, "each share must differ, got 0.5, 0.5"),
     ],
 )
 def test_sizes_that_are_none_are_refused(sizes, message):

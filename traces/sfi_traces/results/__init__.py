@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,26 +15,23 @@ FIDELITY = ("steps", "slow_rate", "kl", "kl_p95", "agreement", "perplexity", "pe
 Z = 1.959964  # two-sided 95 % of the normal distribution
 RESAMPLES = 10_000
 EDGES = (0.025, 0.975)
+NOTHING = (None, None, None)  # in place of an interval
 Row = Mapping[str, Any]
 Place = tuple[Any, ...]  # a task and a length
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean of `n` samples and its 95 % confidence interval from `low` to `high`."""
+class Interval(NamedTuple):
+    """A mean, and its 95 % confidence interval from `low` to `high`."""
 
     mean: float
     low: float
     high: float
-    n: int
 
 
 def wilson(scores: Sequence[float]) -> Interval:
     """Compute the Wilson score interval of the mean of scores in [0, 1] (Wilson 1927, JASA 22, 209-212).
 
-    The interval holds for scores of 0 and 1. Scores between have at most the variance of such scores with the
-    same mean: for them the interval is wider than necessary. Raise `ValueError` if there is no score, or a score is
-    outside [0, 1].
+    It holds for scores of 0 and 1 and is wider than necessary for others. Raise `ValueError` for none or one outside.
     """
     n = len(scores)
     if n == 0 or not 0 <= min(scores) <= max(scores) <= 1:
@@ -45,23 +41,19 @@ def wilson(scores: Sequence[float]) -> Interval:
     half = Z / weight * math.sqrt(mean * (1 - mean) / n + Z**2 / (4 * n**2))
     # ends that are exactly 0 or 1 (or the mean) must not be off by rounding
     low, high = max(0.0, min(mean, center - half)), min(1.0, max(mean, center + half))
-    return Interval(mean, low, high, n)
+    return Interval(mean, low, high)
 
 
 def paired_difference(scores: Sequence[float], others: Sequence[float], *, seed: int = 0) -> Interval:
-    """Compute a percentile bootstrap interval of the mean of `scores - others` on the same samples.
+    """Compute a percentile bootstrap interval of the mean of `scores - others` on the same samples (Efron 1979).
 
-    Pairs are drawn together, so that a sample's difficulty for both methods cancels (Efron 1979; 10,000
-    resamples). If all differences are equal, the interval has no width. Raise `ValueError` if there is no pair, or one
-    method has more scores than the other.
+    Pairs are drawn together, so that a sample's difficulty cancels. Raise `ValueError` without pairs.
     """
     if not scores or len(scores) != len(others):
         raise ValueError(f"scores must come in pairs, got {len(scores)} and {len(others)}")
     difference = np.subtract(scores, others)
-    n = len(difference)
-    means = difference[np.random.default_rng(seed).integers(n, size=(RESAMPLES, n))].mean(1)
-    low, high = map(float, np.quantile(means, EDGES))
-    return Interval(float(difference.mean()), low, high, n)
+    drawn = np.random.default_rng(seed).integers(len(difference), size=(RESAMPLES, len(difference)))
+    return Interval(float(difference.mean()), *np.quantile(difference[drawn].mean(1), EDGES).tolist())
 
 
 def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -71,7 +63,7 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
     the same samples, None without it. `read`: share read by attention and selection. `n`: scored samples;
     `failed`: those without a score, which no mean includes.
     """
-    groups = _grouped(rows, (*PLACE, *VARIANT))
+    groups = grouped(rows, (*PLACE, *VARIANT))
     references: dict[Place, list[Row]] = {}
     for key, group in groups.items():
         if group[0]["policy"] == REFERENCE:
@@ -80,15 +72,11 @@ def summarize(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def summarize_fidelity(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Summarize the windows of each length, method and size.
-
-    KL, agreement and perplexities are over all steps except each window's first, which is full attention's; ratios are
-    averaged over windows.
-    """
+    """Summarize the windows of each length, method and size; a window's first step is dense and does not count."""
     from sfi_core.measure.evaluation.fidelity import from_rows  # noqa: PLC0415 - torch, for those who need it
 
     summaries = []
-    for group in _grouped(rows, ("length", *VARIANT)).values():
+    for group in grouped(rows, ("length", *VARIANT)).values():
         known = [row for row in group if row["error"] is None]
         whole = from_rows(known).summary() if known else dict.fromkeys(FIDELITY)
         summaries.append(
@@ -111,7 +99,8 @@ def _read(ratios: Row) -> float | None:
     return float(ratios["read_ratio"] + ratios["selection_ratio"])
 
 
-def _grouped(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+def grouped(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    """Group rows by the values of some columns."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -122,8 +111,8 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
     scored, reference = _scored(group), {row["seed"]: row["score"] for row in full}
     first = group[0]
     pairs = [(row["score"], reference[row["seed"]]) for row in scored if row["seed"] in reference]
-    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else None
-    score = wilson([row["score"] for row in scored]) if scored else None
+    difference = paired_difference(*zip(*pairs, strict=True)) if pairs else NOTHING
+    score = wilson([row["score"] for row in scored]) if scored else NOTHING
     means = {name: _mean(row[name] for row in scored) for name in (*RATIOS, "generated", "tokens_per_second")}
     steps = sum(row["slow_steps"] + row["fast_steps"] for row in scored)
     return {
@@ -131,21 +120,13 @@ def _summary(group: Sequence[Row], full: Sequence[Row]) -> dict[str, Any]:
         "n": len(scored),
         "failed": len(group) - len(scored),
         "error": next((row["error"] for row in group if row["error"]), None),
-        **interval_of(score, "score"),
-        **interval_of(difference, "difference"),
+        **dict(zip(("score", "low", "high"), score, strict=True)),
+        **dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True)),
         "scores": _further(scored),
         **means,
         "read": _read(means),
         "slow_rate": sum(row["slow_steps"] for row in scored) / steps if steps else None,
     }
-
-
-def interval_of(interval: Interval | None, name: str) -> dict[str, float | None]:
-    """Return an interval as columns `name`, low and high; all None without an interval."""
-    ends = ("low", "high") if name == "score" else (f"{name}_low", f"{name}_high")
-    if interval is None:
-        return dict.fromkeys((name, *ends))
-    return {name: interval.mean, ends[0]: interval.low, ends[1]: interval.high}
 
 
 def _scored(group: Sequence[Row]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Figures of results: scores of an evaluation, speeds of a benchmark, speed-ups of kernels."""
+"""Figures of results: scores of an evaluation, speeds of a benchmark."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -6,29 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from sfi_core.machine.memory import name
-from sfi_core.measure.kernel_bench.settings import TABLE_1
 from sfi_traces.figures import new_figure, save
 from sfi_traces.results import REFERENCE
 
 # further methods reuse the colors with other markers
-METHOD_COLORS = (
+COLORS = (
     "tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive",
     "tab:cyan", "goldenrod", "black", "navy", "deeppink",
 )  # fmt: skip
 MARKERS = "os^Dv<>PX*h"
-POLICY_COLORS = {
-    "sfi": "tab:blue",
-    "sfi-lossless": "midnightblue",
-    "full-kv": "tab:orange",
-    "transformers-dynamic": "tab:red",
-    "transformers-static": "tab:brown",
-}
-OTHER_COLORS = ("tab:green", "tab:purple", "tab:olive", "tab:pink", "tab:gray")
-SPEEDUPS = (  # column, label, color, marker
-    ("speedup_over_dense", "over our dense", "tab:blue", "o"),
-    ("speedup_over_sdpa", "over PyTorch SDPA", "tab:orange", "s"),
-    ("speedup_over_paper_like", "over paper-like dense", "tab:green", "^"),
-)
 
 
 def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
@@ -41,13 +27,12 @@ def plot_evaluation(document: dict[str, Any], path: Path, *, kind: str) -> None:
     grid = figure.subplots(lines, columns, squeeze=False, sharey=True)
     methods = dict.fromkeys(row["method"] for row in rows if row["policy"] != REFERENCE)
     styles = {
-        method: {"color": METHOD_COLORS[index % len(METHOD_COLORS)], "marker": MARKERS[index % len(MARKERS)]}
-        for index, method in enumerate(methods)
+        method: {"color": color, "marker": marker}
+        for method, color, marker in zip(methods, cycle(COLORS), cycle(MARKERS), strict=False)
     }
     for axes, place in zip(grid.flat, panels, strict=False):
         _draw_scores(axes, [row for row in rows if (row["task"], row["length"]) == place], styles)
-        length = "" if place[1] is None else f", {place[1]:,} tokens"
-        axes.set_title(f"{place[0]}{length}", fontsize=10)
+        axes.set_title(f"{place[0]}, {place[1]:,} tokens", fontsize=10)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     handles = {
@@ -90,8 +75,7 @@ def plot_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
     rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})
     figure = new_figure(5.6 * len(batches), 4.4)
-    others = [policy for policy in dict.fromkeys(row["policy"] for row in rows) if policy not in POLICY_COLORS]
-    colors = POLICY_COLORS | dict(zip(others, cycle(OTHER_COLORS), strict=False))
+    colors = dict(zip(dict.fromkeys(row["policy"] for row in rows), cycle(COLORS), strict=False))
     for axes, batch in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
         _draw_speeds(axes, [row for row in rows if row["batch"] == batch], colors)
         axes.set_title(f"batch {batch}", fontsize=10)
@@ -125,61 +109,3 @@ def _draw_speeds(axes: Any, rows: list[dict[str, Any]], colors: dict[str, str]) 
     axes.set_ylabel("decoded tokens/s, all requests")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-
-
-def plot_kernel_bench(document: dict[str, Any], path: Path, *, kind: str) -> None:
-    """Draw the fast step's speed-up and bandwidth against retention; some row of op fast must be timed."""
-    timed = [row for row in document["rows"] if row["median_us"]]
-    rows = sorted((row for row in timed if row["op"] == "fast"), key=lambda row: row["retention"])
-    figure = new_figure(11.0, 4.6)
-    left, right = figure.subplots(1, 2)
-    _draw_speedups(left, rows)
-    _draw_bandwidth(right, timed, document["machine"]["copy_gb_per_s"])
-    for axes in (left, right):
-        axes.set_xlabel("tokens read, % of the context")
-        axes.set_xscale("log")
-        ticks = sorted({100 * row["retention"] for row in rows})  # a label within a tenth of the next would overlap it
-        ticks = [tick for tick, after in zip(ticks, [*ticks[1:], float("inf")], strict=True) if after > 1.1 * tick]
-        axes.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks], rotation=60, fontsize=8)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    shape = rows[0]
-    figure.suptitle(
-        f"{name(document['machine'])}: {document['backend']} backend, {shape['context']:,} tokens, batch "
-        f"{shape['batch']}, {shape['heads']}/{shape['kv_heads']} heads of {shape['head_dim']}, {shape['dtype']}",
-        fontsize=10,
-    )
-    save(figure, path, kind=kind)
-
-
-def _draw_speedups(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for column, label, color, marker in SPEEDUPS:
-        points = [(100 * row["retention"], row[column]) for row in rows if row[column] is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker=marker, color=color, label=label)
-    least, most = rows[0]["retention"], rows[-1]["retention"]
-    paper = [(100 * r, x) for r, x in TABLE_1.items() if least <= r <= most]
-    if paper:
-        label = "paper, Table 1 (B200, its own dense)"
-        axes.plot(*zip(*paper, strict=True), "--", color="gray", marker=".", label=label)
-    ideal = [(100 * row["retention"], row["ideal_speedup"]) for row in rows]
-    axes.plot(*zip(*ideal, strict=True), ":", color="black", label="bytes (context / tokens read)")
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}x")
-    axes.set_ylabel("speed-up of the fast step")
-
-
-def _draw_bandwidth(axes: Any, rows: list[dict[str, Any]], copy: float) -> None:
-    for op, label, color in (("fast", "fast", "tab:blue"), ("fast.gather", "fast, gathered in place", "tab:purple")):
-        points = sorted((100 * row["retention"], row["gb_per_s"]) for row in rows if row["op"] == op)
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
-    styles = {"dense": ("dense", "tab:cyan"), "dense.sdpa": ("PyTorch SDPA", "tab:orange")}
-    for row in rows:
-        if row["op"] in styles:
-            label, color = styles[row["op"]]
-            axes.axhline(row["gb_per_s"], linestyle="--", color=color, label=label)
-    axes.axhline(copy, linestyle=":", color="black", label="copy, measured")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("GB/s of the bytes that must move")

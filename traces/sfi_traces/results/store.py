@@ -40,18 +40,12 @@ COLUMNS: dict[str, dict[str, Any]] = {
 
 
 class ResultsFolder:
-    """An evaluation's results; each row is on disk before the next is made.
+    """An evaluation's rows by table, each on disk before the next is made; locked until `close` or `leave`.
 
-    The folder is locked for this process until `close` or `leave`.
-
-    Attributes:
-        manifest: The request, the model, the machine, and whether the run is complete.
-        rows: The rows so far, by table.
-        damaged: Faults of damaged lines, each with its file and line number.
+    `manifest` is the request, model and machine, and whether the run is complete; `damaged` are faults of lines.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: FolderLock | None) -> None:
-        """Take a folder that `create` or `resume` has prepared and locked."""
         self.path, self.manifest, self._lock = path, manifest, lock
         self.rows: dict[str, list[dict[str, Any]]] = {table: [] for table in COLUMNS}
         self.damaged: list[str] = []
@@ -70,10 +64,7 @@ class ResultsFolder:
 
     @classmethod
     def resume(cls, path: Path) -> Self:
-        """Open a folder to show its rows; `begin` prepares it for more.
-
-        Raises `InputError` without an evaluation that can be read, `ConfigError` if another process uses the folder.
-        """
+        """Open a folder to show its rows; raise `InputError` if it has none, `ConfigError` if it is in use."""
         _read_manifest(path)  # before a lock file is made in a folder that is none of ours
         try:
             lock = FolderLock(path, KINDS[KIND][0])
@@ -107,15 +98,14 @@ class ResultsFolder:
         self.rows[table].append(json.loads(line))  # as a resumed run will read it
 
     def close(self, stopped: str | None = None, cells: Sequence[Cell] = ()) -> None:
-        """Order the rows as `cells`, note in the manifest why the run ended early, if it did, and unlock the folder.
-
-        Raises `SfiError` if the folder cannot be written.
-        """
-        with _writing(self.path):
-            self.order(cells)
-            self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
-            write_manifest(self.path, self.manifest)
-        self.leave()
+        """Order the rows as `cells`, note why the run ended early, if it did, and unlock the folder."""
+        try:
+            with _writing(self.path):
+                self.order(cells)
+                self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
+                write_manifest(self.path, self.manifest)
+        finally:
+            self.leave()
 
     def leave(self) -> None:
         """Unlock the folder, which can then only be read."""
