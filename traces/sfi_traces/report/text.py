@@ -78,10 +78,10 @@ def disagreements(request: Request, steps: Sequence[dict[str, Any]]) -> dict[str
 
 def _missed(request: Request, step: int) -> str:
     try:
-        missed = step_words(request, step).missed
+        missed = step_words(request, step)["missed"]
     except TraceError:  # no text, or no positions of selections
         return ""
-    return f"{visible(missed[0].text, LONGEST)} ({missed[0].mass or 0:.1%} of the attention)" if missed else ""
+    return f"{visible(missed[0]['text'], LONGEST)} ({missed[0]['mass'] or 0:.1%} of the attention)" if missed else ""
 
 
 def _about(request: Request, row: int) -> str:
