@@ -49,7 +49,7 @@ def test_the_screen_of_a_step(trace):
         assert lines[2].startswith(f"selected  {most['first']}-{most['last']}  in ")
         assert lines[2].endswith(f"%  mass {most['mass']:.3f}")
         assert most["text"].strip().startswith(lines[3])
-        assert shown[18][:9] == "support  "
+        assert shown[19][:9] == "support  "
         assert shown[21].startswith("retained mass 0.805  overlap 0.917 with the last step")
         assert shown[22].endswith("4/s")
 
