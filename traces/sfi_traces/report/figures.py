@@ -12,10 +12,8 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.summary import similarity
 from sfi_traces.summary import supports as observed
-from sfi_traces.summary.facts import lossless_facts
 from sfi_traces.views import captions, figure_data
 from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, visible
-from sfi_traces.views.table import span
 
 MARGIN = {"l": 8, "r": 8, "t": 12, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
@@ -25,10 +23,6 @@ MOST_STEPS = 500  # of the heat map
 MOST_LINES = 24
 HEIGHT = 420  # of drift and similarity, which lie beside each other
 BELOW, ROOM = 240, 80  # height of a plot below a map, and between them
-DRAFTS = {  # titles of the axes
-    "place": "place in the sentence; 0 is its first token",
-    "depth": "depth in the draft; 1 is its first token",
-}
 Panel = dict[str, Any]
 
 
@@ -284,33 +278,3 @@ def query_cosine(request: Request) -> Panel:
         f"{under}: where FreeKV would correct at this tau. The course is that of the lowest heads."
     )
     return panel(Caption("Query cosine with the step before", note), figure)
-
-
-def acceptance(request: Request) -> Panel:
-    """Draw a bar for each place in the sentence, and one for each depth in the draft.
-
-    Raises `TraceError` for a plain run, or if no drafted token was tested.
-    """
-    facts = lossless_facts(request)
-    if facts is None or not facts["tested"]:
-        raise TraceError(
-            f"trace {request.trace.path} has no drafted tokens of request {request.index}; record it with --lossless"
-        )
-    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.06)
-    for column, (name, label) in enumerate(DRAFTS.items(), 1):
-        bars = facts[f"{name}s"]
-        figure.add_bar(
-            x=[span(bar[f"from_{name}"], bar[f"to_{name}"]) for bar in bars],
-            y=[bar["acceptance"] for bar in bars], customdata=[bar["tested"] for bar in bars],
-            marker={"color": WITHIN}, showlegend=False,
-            hovertemplate="%{x}: %{y:.1%} of %{customdata} tested<extra></extra>", row=1, col=column,
-        )  # fmt: skip
-        figure.update_xaxes(title_text=label, type="category", row=1, col=column)
-    figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
-    figure.update_layout(height=340)
-    note = (
-        f"{facts['verifications']:,} verifications tested {facts['tested']:,} drafted tokens and kept "
-        f"{facts['token_acceptance']:.1%} of them; each gave {facts['tokens_per_verification']:.2f} tokens "
-        "on average. A token is tested if all before it in its draft were kept."
-    )
-    return panel(Caption("Drafted tokens that full attention kept", note), figure)
