@@ -7,7 +7,6 @@ every step will do, also an imported one (docs/import.md).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ class Reuse:
         recall_with_new: Recall if all tokens since the last selection are read too.
         retained_mass: Recorded mass of the reused selection and these tokens; None without masses.
         own_mass: Recorded mass of the step's own selection.
-        worst: Where recall is least; `worst_layer` has the least mean.
+        worst: Where recall is least.
         layers: The means of each layer.
     """
 
@@ -44,7 +43,6 @@ class Reuse:
     retained_mass: float | None
     own_mass: float | None
     worst: dict[str, Any] | None
-    worst_layer: int | None
     layers: list[dict[str, Any]]
 
 
@@ -58,8 +56,6 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
         return {name: mean(known(values[name][:, unit] for values, unit in pairs)) for name in MEANS}
 
     runs, steps = sum(map(bool, chain(*schedules))), sum(map(len, schedules))
-    layers: list[dict[str, Any]] = [{"layer": layer, **means(layer)} for layer in recorded[0].layers]
-    reusing = [row for row in layers if row["recall"] is not None]
     recalls = [values["recall"] for values in reused]
     recall = known(recalls)
     return Reuse(
@@ -69,8 +65,7 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
         recall_p5=float(np.percentile(recall, LOW)) if len(recall) else None,
         **means(),
         worst=least("recall", zip(recorded, recalls, strict=True)),
-        worst_layer=min(reusing, key=itemgetter("recall"))["layer"] if reusing else None,
-        layers=layers,
+        layers=[{"layer": layer, **means(layer)} for layer in recorded[0].layers],
     )
 
 
