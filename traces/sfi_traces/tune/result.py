@@ -1,7 +1,9 @@
 """The result of a search: the front, the choice, confirmations; written as a document, a file and a figure."""
 
 import json
+import logging
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -16,10 +18,8 @@ from sfi_traces.model.trace import Row
 from sfi_traces.replay import SCAN, Comparison, Outcome, Setting
 from sfi_traces.replay.setting import uses
 from sfi_traces.tune.space import NamedSet
-from sfi_traces.tune.tuning import Candidate, Tuning, choose, even_places, search
+from sfi_traces.tune.tuning import Candidate, Tuning, choose, costs, even_places, none_keeps
 
-SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
-         "bytes_per_token", "speedup")  # fmt: skip
 MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
 
 
@@ -127,14 +127,10 @@ class TuneResult:
             "steps": sum(request.steps for request in tuning.requests),
             "space": tuning.space.to_dict(),
             "trigger_sets": [
-                {
-                    "name": named.name,
-                    "token_ids": sorted(named.token_ids),
-                    "strings": named.strings and list(named.strings),
-                }
+                {"name": named.name, "token_ids": sorted(named.token_ids), "strings": named.strings}
                 for named in tuning.space.sets.values()
             ],
-            "limits": {"min_retained": tuning.limits.min_retained, "max_read": tuning.limits.max_read},
+            "limits": asdict(tuning.limits),
             "trials": len(trials),
             "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
             "points": [[bytes_, -mass] for bytes_, mass in (trial.values for trial in trials)],
@@ -156,10 +152,6 @@ class TuneResult:
         """Return the chosen settings and their provenance, for `--config`."""
         document, chosen = self.document(), self.front[self.chosen]
         ran = next((row for row in document["confirmed"] if row["place"] == self.chosen), None)
-        confirmed = ran and {
-            **{name: ran["measured"][name] for name in SHOWN},
-            **{k: v for k, v in ran.items() if k not in ("place", "predicted", "measured")},
-        }
         searched = [name for name in self.tuning.space.axes if uses(chosen.setting.policy, name)]
         return tuned_toml(
             self.config(self.chosen),
@@ -179,15 +171,46 @@ class TuneResult:
                     {"path": str(t.path), "created": t.manifest["created"], "policy": t.manifest["policy"]}
                     for t in self.tuning.traces
                 ],
-                "predicted": {name: getattr(chosen.outcome, name) for name in SHOWN},
-                "confirmed": confirmed,
+                "predicted": asdict(chosen.outcome),
+                "confirmed": ran and {k: v for k, v in ran.items() if k not in ("place", "predicted")},
             },
         )
 
 
 def find(tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int], None] = lambda _: None) -> TuneResult:
-    """Search as `search` does, and choose; the front is empty only after Ctrl-C."""
-    study, front, interrupted = search(tuning, trials, seed=seed, on_trial=on_trial)
+    """Try so many settings, at first the trace's own, and choose; the same seed tries the same ones.
+
+    `on_trial` is told how many trials are done. Ctrl-C ends the search; only then the front may be empty.
+
+    Raises `SfiError` if no trial keeps the limits.
+    """
+    import optuna  # noqa: PLC0415 - an extra
+
+    optuna.logging.set_verbosity(logging.CRITICAL)
+    settings: list[Setting] = []
+    interrupted = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+        if first := tuning.space.base_values():
+            study.enqueue_trial(first)
+        try:
+            for number in range(trials):
+                trial = study.ask()
+                settings.append(tuning.space.setting(trial))
+                outcome = tuning.outcome(settings[-1])
+                for name, value in tuning.limits.violations(outcome).items():
+                    trial.set_constraint(name, value)
+                study.tell(trial, costs(outcome))
+                on_trial(number + 1)
+        except KeyboardInterrupt:
+            interrupted = True
+        best = {settings[trial.number].key: settings[trial.number] for trial in study.best_trials}
+    if not best and not interrupted:
+        raise none_keeps(tuning.limits, [tuning.outcome(setting) for setting in settings])
+    front = [Candidate(setting=setting, outcome=tuning.outcome(setting)) for setting in best.values()]
+    front.sort(key=lambda candidate: costs(candidate.outcome))
     chosen, rule = choose(front, tuning.limits) if front else (0, "")
     return TuneResult(tuning=tuning, study=study, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
 
