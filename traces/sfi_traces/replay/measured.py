@@ -11,7 +11,7 @@ import pyarrow as pa
 from sfi_core.errors import TraceError
 from sfi_traces.model.steps import Floats
 from sfi_traces.model.supports import Supports
-from sfi_traces.model.trace import Trace, rows_of
+from sfi_traces.model.trace import Row, Trace, rows_of
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import metrics, replay_request
 from sfi_traces.replay.setting import SCAN, Setting
@@ -21,17 +21,7 @@ STEPS = ["request", "step", "token_id", "reason", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A request's compared `steps`, step 0 included: those with the same tokens before them in both runs."""
-
-    request: int
-    steps: int
-    recorded_steps: int
-    measured_steps: int
-
-
-Steps = tuple[StepMetrics, StepMetrics, Compared]  # of a request: predicted, measured, which
+Steps = tuple[StepMetrics, StepMetrics, Row]  # of a request: predicted, measured, how many were compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +32,8 @@ class Comparison:
         same_schedule: Whether the same steps are slow for the same reasons.
         mean_difference: Mean over fast steps, layers and heads of the predicted retained mass (lower bound)
             less the measured one; None without fast steps. `mean_distance` is that of its absolute value.
+        requests: By request the compared `steps`, step 0 included: those with the same tokens before them in both
+            runs; and the `recorded_steps` and `measured_steps`.
     """
 
     predicted: Outcome
@@ -49,7 +41,7 @@ class Comparison:
     same_schedule: bool
     mean_difference: float | None
     mean_distance: float | None
-    requests: list[Compared]
+    requests: list[Row]
 
 
 def compare(recorded: Sequence[Supports], trace: Trace, real: Trace) -> Comparison:
@@ -86,10 +78,8 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> li
         prediction = replace(prediction, **known)
         if real.manifest["audit"]["top"] != supports.top:
             prediction, measurement = prediction.without_overlap(), measurement.without_overlap()
-        request = Compared(
-            request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=measured.num_rows
-        )
-        compared.append((prediction, measurement, request))
+        counts = {"steps": common, "recorded_steps": supports.steps, "measured_steps": measured.num_rows}
+        compared.append((prediction, measurement, {"request": supports.request, **counts}))
     return compared
 
 

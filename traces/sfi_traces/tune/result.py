@@ -52,8 +52,7 @@ class Confirmation:
         return {
             "predicted": asdict(compared.predicted),
             "measured": asdict(compared.measured),
-            "steps": sum(request.steps for request in compared.requests),
-            "recorded_steps": sum(request.recorded_steps for request in compared.requests),
+            **{name: sum(row[name] for row in compared.requests) for name in ("steps", "recorded_steps")},
             "same_schedule": compared.same_schedule,
             "error": self.error,
             **{name: getattr(self, name) for name in MEASURED},
