@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.settings import ModelTable, given
+from sfi_cli.settings import given
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__
@@ -57,15 +57,10 @@ def heads(
     if not prompt_file and model is not None:
         raise ConfigError("texts must be prompt files, got none; add -f FILE")
     settings = given("tune heads", sets=sets)
-    loading = {
-        "revision": settings.table(ModelTable).revision,
-        "dtype": dtype,
-        "device": device,
-        "trust_remote_code": trust_remote_code,
-    }
+    subject = o.Subject.of(settings, model, dtype, device, trust_remote_code)
     with Output(output, force=force, json=json, quiet=quiet) as written:
         document = _clustered(
-            prompt_file or [], model, loading, settings.table(EngineOptions),
+            subject, prompt_file or [], settings.table(EngineOptions),
             length=length, top=top_k, clusters=clusters, quiet=quiet,
         )  # fmt: skip
         written.show(document, heads_text)
@@ -73,31 +68,30 @@ def heads(
 
 
 def _clustered(
-    files: list[Path], model: str | None, loading: Row, engine: EngineOptions,
-    *, length: int, top: int, clusters: int, quiet: bool,
-) -> dict[str, Any]:  # fmt: skip
+    subject: o.Subject, files: list[Path], engine: EngineOptions, *, length: int, top: int, clusters: int, quiet: bool
+) -> dict[str, Any]:
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import Progress
     from sfi_core.engine.attend import check_backend
     from sfi_core.measure.clustering import Similarity, check_count, cluster_layers, cut_texts, text_supports
-    from sfi_core.models.load import load, resolve_device
+    from sfi_core.models.load import resolve_device
     from sfi_core.models.source import model_digest
 
-    check_backend(engine.backend, resolve_device(loading["device"]))
+    check_backend(engine.backend, resolve_device(subject.loading["device"]))
     prompts = [read_prompts(None, file, None) for file in (files or (None,))]
-    loaded, tokenizer = load(model, **loading)
+    model, tokenizer = subject.loaded()
     texts = cut_texts(tokenizer, [str(prompt.entries[0]) for prompt in prompts], length, top)
     similarities: list[dict[int, Similarity]] = []
     with Progress(quiet=quiet) as progress:
         for number, text in enumerate(texts):
             progress.update("comparing heads, text", number, len(texts))
-            layers = {layer: Similarity.of(index) for layer, index in text_supports(loaded, text, top, engine)}
+            layers = {layer: Similarity.of(index) for layer, index in text_supports(model, text, top, engine)}
             for similarity in layers.values():
                 check_count(clusters, len(similarity.total_HH))
             similarities.append(layers)
     return {
-        "model": model or "bundled",
-        "digest": model_digest(loaded),
+        "model": subject.name,
+        "digest": model_digest(model),
         "clusters": clusters,
         "texts": len(texts),
         "steps": sum(next(iter(layers.values())).steps for layers in similarities),
@@ -126,27 +120,18 @@ def _head_file(document: dict[str, Any]) -> str:
     ).text()
 
 
-def heads_text(document: dict[str, Any]) -> list[Part]:
+def heads_text(document: Row) -> list[Part]:
     """Return the clusters of each layer."""
-    blocks: list[Part] = [
-        _heading(document),
-        "",
-        Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3),
-    ]
-    blocks.append(
-        f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "
-        f"{plural(document['steps'], 'step')}; a dash where there is no such pair."
-    )
-    if not document["digest"]:
-        blocks += ["", "The head file does not say which checkpoint it is of."]
-    return blocks
-
-
-def _heading(document: Row) -> str:
-    return (
+    heading = (
         f"{document['model']}, {plural(document['texts'], 'text')} of {', '.join(document['files'])}: "
         f"{plural(document['clusters'], 'cluster')} a layer"
     )
+    legend = (
+        f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "
+        f"{plural(document['steps'], 'step')}; a dash where there is no such pair."
+    )
+    notes = [] if document["digest"] else ["", "The head file does not say which checkpoint it is of."]
+    return [heading, "", Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3), legend, *notes]
 
 
 def _groups(cluster_of: list[int]) -> str:
