@@ -145,8 +145,8 @@ def test_show_and_diff_say_what_a_lossless_run_did(told, document, tmp_path):
     lossless = document["lossless"]
     assert f", {lossless['accepted']} of {lossless['drafted']} drafted tokens\n" in rendered(show_text(document))
     text = rendered(full_text(document))
-    assert f"kept {document['lossless']['accepted']} of {document['lossless']['drafted']}" in text
-    assert f"tested tokens: KL {document['logits']['kl_next_token']['mean']:.4f} nats" in text
+    assert f", {lossless['accepted']} of {lossless['drafted']} drafted tokens\n" in text
+    assert f"tested tokens; KL {document['logits']['kl_next_token']['mean']:.4f} nats" in text
     Run(tmp_path / "other", CONFIG.replace(budget=20))
     compared = compare(told[0], Trace.open(tmp_path / "other"))
     assert [one["equal_share"] for one in compared["requests"]] == [1.0, 1.0]

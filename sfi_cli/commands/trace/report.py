@@ -49,7 +49,7 @@ def plot(
 
       sfi trace plot run --kind lag,retained --layer 3 --head 1
     """
-    from sfi_traces.figures import FORMATS, KINDS, check_matplotlib
+    from sfi_traces.figures import FORMATS, KINDS, check_matplotlib, save
 
     check_matplotlib("figures")
     asked = words(kind)
@@ -65,25 +65,19 @@ def plot(
             path = beside(trace, f"{name}.{form}")
             path = path if output is None else output / path.name
             files[name] = stack.enter_context(Output(plot=path, force=force))
-        _draw(chosen, files, asked=bool(asked))
-
-
-def _draw(request: "Request", files: dict[str, Output], *, asked: bool) -> None:
-    from sfi_traces.figures import KINDS, save
-
-    lacking = []
-    for kind, file in files.items():
-        try:
-            figure = KINDS[kind](request)
-        except TraceError as error:
-            if asked:
-                raise
-            message(f"left out {kind}: {error}")
-            lacking.append(error)
-        else:
-            file.figure(save, figure)
-    if len(lacking) == len(files):
-        raise lacking[0]
+        lacking = []
+        for name, file in files.items():
+            try:
+                figure = KINDS[name](chosen)
+            except TraceError as error:
+                if asked:
+                    raise
+                message(f"left out {name}: {error}")
+                lacking.append(error)
+            else:
+                file.figure(save, figure)
+        if len(lacking) == len(files):
+            raise lacking[0]
 
 
 def report(

@@ -124,10 +124,10 @@ def reuse_document(trace: Trace, part: Row, every: Sequence[int], settings: Sequ
     schedules += [(None, setting) for setting in settings]
     recorded, rows = Supports.load(trace, **part), []
     for count, setting in _each("schedules", schedules, quiet=quiet):
-        reused = reuse(recorded, [schedule(supports, setting) for supports in recorded])
         values = setting.to_dict()
         when = {name: values[name] for name in ("policy", *RULES[setting.policy])}
-        rows.append({"every": count, **when, **asdict(reused)})
+        reused = reuse(recorded, [schedule(supports, setting) for supports in recorded])
+        rows.append({"every": count, **when, **reused})
     return {**_described(trace, recorded), "masses": trace.masses, "chance": chance(recorded), "rows": rows}
 
 
