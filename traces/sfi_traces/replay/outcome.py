@@ -19,11 +19,9 @@ class StepMetrics:
     """One request's steps, predicted or measured: N steps, U pairs of a layer and a KV head.
 
     Attributes:
-        supports: What was recorded of the steps.
         reasons: Why each step is slow; empty for a fast one.
         attended_N: Tokens read per KV head, the mean over full-attention layers.
-        lower_NU: Retained mass, lower bound; 1 at slow steps, NaN where not measured.
-        upper_NU: Retained mass, upper bound.
+        lower_NU: Retained mass, lower bound, `upper_NU` the upper one; 1 at slow steps, NaN where not measured.
         overlap_NU: Overlap coefficient with the support at the last slow step; NaN at slow steps.
         bytes_N: Bytes read for each token; `dense_bytes_N` under full attention.
     """

@@ -91,9 +91,8 @@ class TuneResult:
     ) -> Self:
         """Run `count` settings for real, evenly over the front and including the chosen one.
 
-        If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen
-        instead. `run` is a `Confirmer`, which takes configs and policies: it returns the confirmations and full
-        attention's tokens per second. Ctrl-C leaves the result as it was.
+        If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen instead. `run`
+        is a `Confirmer`. Ctrl-C leaves the result as it was.
         """
         places = even_places(len(self.front), count, self.chosen)
         policies = [_policy(self.front[place].setting) for place in places]

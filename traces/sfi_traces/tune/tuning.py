@@ -67,19 +67,11 @@ class Tuning:
 
     @classmethod
     def of(
-        cls,
-        traces: Sequence[Trace],
-        *,
-        axes: Mapping[str, str],
-        trigger_sets: Mapping[str, Sequence[str]],
-        limits: Limits,
+        cls, traces: Sequence[Trace], axes: Mapping[str, str], trigger_sets: Mapping[str, Sequence[str]], limits: Limits
     ) -> Self:
-        """Read traces, and lay out the search space.
+        """Read traces, and lay out the search space; the first trace gives what is not searched.
 
-        The traces, at least one, are audited at every step and of one model; the first gives what is not
-        searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
-        the default sets.
-
+        `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of the default sets.
         Raises `TraceError` for a trace without an audit or tokens, of another model, or a budget beyond the audit's;
         `ConfigError` for a setting out of range, or if there is nothing to choose.
         """
@@ -130,11 +122,7 @@ def none_keeps(limits: Limits, outcomes: Sequence[Outcome]) -> SfiError:
 
 
 def choose(front: Sequence[Candidate], limits: Limits) -> tuple[int, str]:
-    """Choose a setting of the front; return its place and the rule.
-
-    With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With
-    only a limit of what is read it is the one that retains most; without limits the knee.
-    """
+    """Choose a setting of a front that keeps the limits; return its place and the rule."""
     table = np.array([costs(candidate.outcome) for candidate in front])
     if limits.min_retained is not None:
         return int(table[:, 0].argmin()), RULES["min-retained"]

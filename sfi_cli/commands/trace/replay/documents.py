@@ -27,13 +27,10 @@ def replay_settings(
     trigger_sets: list[str] | None,
     note: Callable[[str], None],
 ) -> list[Setting]:
-    """Combine values by setting, with commas between, as the user wrote them, into the settings to replay.
+    """Combine values by setting, as the user wrote them, into the settings to replay; `note` takes a line for the user.
 
-    `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C`
-    each. `note` takes a line for the user.
-
-    Raises `ConfigError` for an invalid value or an option without effect, `TraceError` for triggers of a redacted
-    trace.
+    `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C` each.
+    Raises `ConfigError` for an invalid value or an option without effect, `TraceError` for a redacted trace's triggers.
     """
     base = Setting.recorded(trace)
     axes = {name: _values(name, text) for name, text in texts.items()}
@@ -79,8 +76,7 @@ def replay_document(
     """Replay settings, or that of the run in the folder `against`, over a part of a trace.
 
     Given budgets beyond what the audit recorded are left out, `budgets_left_out`. The trace's, with `own_budget`, is
-    cut, `budget_cut_from`. `part` has the request, layers and KV heads. A replayed setting of a run of policy sfi that
-    is its own is compared with what the run measured.
+    cut, `budget_cut_from`. `part` has the request, layers and KV heads. A run's own setting is compared with the run.
     """
     real = trace if against is None else Trace.open(against)
     recorded = Supports.load(trace, **part)
