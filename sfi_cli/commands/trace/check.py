@@ -75,8 +75,8 @@ def health_lines(health: Row) -> str:
     """Write a line for each problem, and the number of rules judged."""
     worse = finding_lines(health)
     judged = f"health: {plural(len(worse), 'problem')} by {plural(len(health['judged']), 'rule')}"
-    left = f"; {len(health['not_judged'])} not judged" if health["not_judged"] else ""
-    return "\n".join([*worse, judged + left]) + "\n"
+    unjudged = f"; {len(health['not_judged'])} not judged" if health["not_judged"] else ""
+    return "\n".join([*worse, judged + unjudged]) + "\n"
 
 
 TABLES: Columns = {

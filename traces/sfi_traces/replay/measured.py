@@ -60,7 +60,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> li
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
     steps = real.table("steps", STEPS)
-    kept = real.table("supports", SUPPORTS)
+    audited = real.table("supports", SUPPORTS)
     compared = []
     for supports in recorded:
         measured = steps.filter(rows_of(supports.request)).sort_by("step")
@@ -70,7 +70,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> li
         common = min(equal + 1, supports.steps, measured.num_rows)
         sparse = [place for place in supports.places if place[0] not in setting.config.dense_layers]
         like = supports.at(slice(common)).of_places(sparse)
-        prediction, measurement = replay_request(like, setting), _measured(like, setting, measured, kept)
+        prediction, measurement = replay_request(like, setting), _measured(like, setting, measured, audited)
         known: dict[str, Any] = {
             name: np.where(np.isnan(measurement.lower_NU), np.nan, getattr(prediction, name))
             for name in ("lower_NU", "upper_NU", "overlap_NU")
@@ -128,8 +128,8 @@ def check_one_model(trace: Trace, other: Trace) -> None:
             raise TraceError(f"traces must be of one model, got another {name} in {other.path} than in {trace.path}")
 
 
-def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table) -> StepMetrics:
-    steps, rows = steps.slice(0, like.steps), kept.filter(rows_of(like.request))
+def _measured(like: Supports, setting: Setting, steps: pa.Table, audited: pa.Table) -> StepMetrics:
+    steps, rows = steps.slice(0, like.steps), audited.filter(rows_of(like.request))
     kept_NU, overlap_NU = (_column(rows, like, name) for name in ("retained_mass", "overlap_last_refresh"))
     if setting.scans:
         overlap_NU = np.full_like(overlap_NU, np.nan)  # nothing is reused

@@ -100,7 +100,7 @@ class Outcome:
             fast_steps=steps - slow,
             reasons=dict(reasons),
             slow_rate=(slow - len(requests)) / each,
-            retained_mass=1.0 if (kept := mean(lower)) is None else kept,
+            retained_mass=1.0 if (mass := mean(lower)) is None else mass,
             retained_mass_upper=1.0 if (most := mean(upper)) is None else most,
             retained_mass_p5=float(np.percentile(lower, LOW)) if len(lower) else 1.0,
             worst=least("retained_mass", [(request.supports, request.fast_NU("lower_NU")) for request in requests]),
@@ -117,10 +117,10 @@ def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
     """Mark the outcomes that no other beats in speed-up and retained mass."""
     points = [(outcome.speedup, outcome.retained_mass) for outcome in outcomes]
     best, front = -1.0, set()
-    for speedup, kept in sorted(points, reverse=True):
-        if kept > best:
-            best = kept
-            front.add((speedup, kept))
+    for speedup, mass in sorted(points, reverse=True):
+        if mass > best:
+            best = mass
+            front.add((speedup, mass))
     return [point in front for point in points]
 
 

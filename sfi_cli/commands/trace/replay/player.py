@@ -200,10 +200,10 @@ def text_around(request: Request, step: int, room: int, width: int) -> Text:
         return blanked(f" {at - prompt}" if redacted and at >= prompt else request.words[at])
 
     def within(places: range) -> list[int]:
-        shown, left = [], room
+        shown, free = [], room
         for at in places:
-            left -= len(word(at)) + width * word(at).count("\n")
-            if left < 0:
+            free -= len(word(at)) + width * word(at).count("\n")
+            if free < 0:
                 break
             shown.append(at)
         return shown
