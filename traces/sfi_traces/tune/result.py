@@ -289,23 +289,16 @@ def plot_tuning(document: Row, path: Path, *, kind: str) -> None:
 
 def _draw_runs(axes: Any, document: Row) -> None:
     # a run whose tokens soon differ is comparable on a few steps only, and is drawn where it was predicted
-    looks = {
-        "measured": ("x", "tab:orange"),
-        "WRONG answer when it ran": ("X", "tab:red"),
-        "other tokens when it ran": ("P", "tab:purple"),
-    }
-    places: dict[str, list[tuple[float, float]]] = {label: [] for label in looks}
+    looks = {"measured": ("x", "tab:orange"), "WRONG answer": ("X", "tab:red"), "other tokens": ("P", "tab:purple")}
+    places: dict[str, list[tuple[float, float]]] = {}
     for run in document["confirmed"]:
-        predicted = _place(document["front"][run["place"]])
-        if run["exact_match"] is False:
-            places["WRONG answer when it ran"].append(predicted)
-        elif run["steps"] < run["recorded_steps"]:
-            places["other tokens when it ran"].append(predicted)
-        else:
-            places["measured"].append(_place(run["measured"]))
-    for label, (marker, color) in looks.items():
-        if places[label]:
-            axes.scatter(*zip(*places[label], strict=True), s=60, marker=marker, color=color, label=label, zorder=5)
+        differs = run["exact_match"] is False or run["steps"] < run["recorded_steps"]
+        name = "measured" if not differs else "WRONG answer" if run["exact_match"] is False else "other tokens"
+        row = document["front"][run["place"]] if differs else run["measured"]
+        places.setdefault(name, []).append(_place(row))
+    for name, points in places.items():
+        label, (marker, color) = name if name == "measured" else f"{name} when it ran", looks[name]
+        axes.scatter(*zip(*points, strict=True), s=60, marker=marker, color=color, label=label, zorder=5)
 
 
 def _place(row: Row) -> tuple[float, float]:
