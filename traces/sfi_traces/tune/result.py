@@ -20,8 +20,6 @@ from sfi_traces.replay.setting import uses
 from sfi_traces.tune.space import NamedSet
 from sfi_traces.tune.tuning import Candidate, Tuning, choose, costs, even_places, none_keeps
 
-MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
@@ -46,17 +44,13 @@ class Confirmation:
         """Predicted retained mass (lower bound) less the measured one."""
         return self.comparison.predicted.retained_mass - self.comparison.measured.retained_mass
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """Plain values, for JSON."""
-        compared = self.comparison
-        return {
-            "predicted": asdict(compared.predicted),
-            "measured": asdict(compared.measured),
-            **{name: sum(row[name] for row in compared.requests) for name in ("steps", "recorded_steps")},
-            "same_schedule": compared.same_schedule,
-            "error": self.error,
-            **{name: getattr(self, name) for name in MEASURED},
-        }
+        row = asdict(self)
+        compared = row.pop("comparison")
+        requests = compared.pop("requests")
+        counts = {name: sum(request[name] for request in requests) for name in ("steps", "recorded_steps")}
+        return {**compared, **counts, "error": self.error, **row}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
