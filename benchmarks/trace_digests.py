@@ -13,7 +13,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,7 +125,7 @@ def _played(trace: Trace, request: int) -> Any:
         shown = [
             [[getattr(one, name) for name in names] for one in passages(run, step)] for step in range(len(run.steps))
         ]
-        drawn = [[part.tolist() for part in asdict(strip(run, step, 80)).values()] for step in range(len(run.steps))]
+        drawn = [[part.tolist() for part in strip(run, step, 80).values()] for step in range(len(run.steps))]
         return _rounded(json.dumps([shown, drawn]))
     except Exception as error:  # noqa: BLE001
         return str(error)

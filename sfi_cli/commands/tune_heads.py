@@ -6,14 +6,13 @@ from typing import Annotated, Any
 
 from sfi_cli import options as o
 from sfi_cli.commands.generate.prompts import read_prompts
-from sfi_cli.options import Subject
 from sfi_cli.settings import given
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__
 from sfi_core.errors import ConfigError
 from sfi_core.settings.engine import EngineOptions
-from sfi_traces.views.table import Columns, Table, number, plural
+from sfi_traces.views.table import Columns, Row, Table, number, plural
 
 _texts, _clusters = partial(o.option, "Texts"), partial(o.option, "Clusters")
 OUTPUT = Path("heads.json")
@@ -52,17 +51,18 @@ def heads(
     if not prompt_file and model is not None:
         raise ConfigError("texts must be prompt files, got none; add -f FILE")
     settings = given("tune heads", sets=sets)
-    subject, engine = Subject.of(settings, model, dtype, device, trust_remote_code), settings.table(EngineOptions)
+    subject = o.Subject.of(settings, model, dtype, device, trust_remote_code)
     with Output(output, force=force, json=json, quiet=quiet) as written:
         document = _clustered(
-            prompt_file or [], subject, engine, length=length, top=top_k, clusters=clusters, quiet=quiet
-        )
+            subject, prompt_file or [], settings.table(EngineOptions),
+            length=length, top=top_k, clusters=clusters, quiet=quiet,
+        )  # fmt: skip
         written.show(document, heads_text)
         written.text(_head_file(document))
 
 
 def _clustered(
-    files: list[Path], subject: Subject, engine: EngineOptions, *, length: int, top: int, clusters: int, quiet: bool
+    subject: o.Subject, files: list[Path], engine: EngineOptions, *, length: int, top: int, clusters: int, quiet: bool
 ) -> dict[str, Any]:
     # the document of `--json`; invalid settings are refused at the first text
     from sfi_cli.terminal.progress import Progress
@@ -114,18 +114,18 @@ def _head_file(document: dict[str, Any]) -> str:
     ).text()
 
 
-def heads_text(document: dict[str, Any]) -> list[Part]:
+def heads_text(document: Row) -> list[Part]:
     """Return the clusters of each layer."""
     heading = (
         f"{document['model']}, {plural(document['texts'], 'text')} of {', '.join(document['files'])}: "
         f"{plural(document['clusters'], 'cluster')} a layer"
     )
-    alike = (
+    legend = (
         f"alike: overlap of the top {document['top_k']:,} of two heads, of one cluster or of two, over "
         f"{plural(document['steps'], 'step')}; a dash where there is no such pair."
     )
-    unnamed = [] if document["digest"] else ["", "The head file does not say which checkpoint it is of."]
-    return [heading, "", Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3), alike, *unnamed]
+    notes = [] if document["digest"] else ["", "The head file does not say which checkpoint it is of."]
+    return [heading, "", Table.of("Clusters of KV heads", CLUSTERS, document["layers"], left=3), legend, *notes]
 
 
 def _groups(cluster_of: list[int]) -> str:

@@ -38,7 +38,7 @@ def play(trace: Trace, check, size=(100, 24), **options) -> None:
 
 
 def test_the_screen_of_a_step(trace):
-    most = next(one for one in step_words(Request(trace), 12).passages if one.part == "selected")
+    most = next(one for one in step_words(Request(trace), 12)["passages"] if one["part"] == "selected")
 
     async def check(app, pilot):
         await pilot.press("space", "right", "s", "enter", "space")
@@ -46,10 +46,10 @@ def test_the_screen_of_a_step(trace):
         assert shown[0] == "step 12 of 59  fast, 2 since slow  sentence 1  reads 42 of 212 tokens"
         lines = [line[59:].strip() for line in shown[1:5]]
         assert lines[:2] == ["sink  0-3  mass 0.005", "the cat sat on"]
-        assert lines[2].startswith(f"selected  {most.first}-{most.last}  in ")
-        assert lines[2].endswith(f"%  mass {most.mass:.3f}")
-        assert most.text.strip().startswith(lines[3])
-        assert shown[18][:9] == "support  "
+        assert lines[2].startswith(f"selected  {most['first']}-{most['last']}  in ")
+        assert lines[2].endswith(f"%  mass {most['mass']:.3f}")
+        assert most["text"].strip().startswith(lines[3])
+        assert shown[19][:9] == "support  "
         assert shown[21].startswith("retained mass 0.805  overlap 0.917 with the last step")
         assert shown[22].endswith("4/s")
 

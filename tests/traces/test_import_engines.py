@@ -60,7 +60,7 @@ def test_deepseek_s_own_indexer_is_imported_and_replayed(tmp_path):
             if step % every
         ]
         reasons = ["" if step % every else "stride" for step in range(NEW)]
-        assert reuse(loaded, [reasons]).recall == pytest.approx(np.mean(recall))
+        assert reuse(loaded, [reasons])["recall"] == pytest.approx(np.mean(recall))
 
 
 def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):

@@ -1,6 +1,6 @@
 """A recorded run step by step, and which words a step read."""
 
-from operator import attrgetter
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
 from sfi_traces.views import frames
 from sfi_traces.views.frames import playable
-from sfi_traces.views.words import GAP, LONG, LONGEST, Passage, step_words
+from sfi_traces.views.words import GAP, LONG, LONGEST, step_words
 from tests.traces.made import PROMPT, WORDS, make_trace
 from tests.traces.small import fixed_trace, redact, rewrite, rows, write_part, write_trace
 
@@ -29,18 +29,20 @@ def test_a_frame_is_its_row(trace, run):
     assert len(run.steps) == 60
     assert run.steps.slow_at == [0, 10, 20, 30, 40, 50]
     for step in (0, 7, 10, 59):
-        assert [frames.frame(run, step).row] == rows(trace, "steps", request=1, step=step)
+        assert [frames.frame(run, step)["row"]] == rows(trace, "steps", request=1, step=step)
 
 
 def test_measures_are_means_over_layers_and_heads(trace, run):
     found = rows(trace, "supports", request=1, step=13)
-    frame = frames.frame(run, 13)
+    measures = frames.frame(run, 13)["measures"]
     for name in ("retained_mass", "overlap_previous_step", "overlap_last_refresh"):
-        assert frame.measures[name] == pytest.approx(np.mean([row[name] for row in found]))
-    assert frame.lambda_star is None
+        assert measures[name] == pytest.approx(np.mean([row[name] for row in found]))
+    assert measures["lambda_star"] is None
     refresh = rows(trace, "selections", request=1, step=20)
-    assert frames.frame(run, 20).lambda_star == pytest.approx(np.mean([r["lambda_star"] for r in refresh]))
-    assert frames.frame(run, 0).measures["overlap_previous_step"] is None
+    assert frames.frame(run, 20)["measures"]["lambda_star"] == pytest.approx(
+        np.mean([r["lambda_star"] for r in refresh])
+    )
+    assert frames.frame(run, 0)["measures"]["overlap_previous_step"] is None
 
 
 def masses(trace: Trace, step: int, length: int) -> np.ndarray:
@@ -55,41 +57,30 @@ def test_a_strip_bins_the_mass_and_marks_the_memory(trace, run):
     for step in (0, 11, 20):
         length = PROMPT + step
         strip = frames.strip(run, step, WIDTH)
-        now = masses(trace, step, length)
-        before = masses(trace, step - 1, length) if step else now
-        even = 1 / WIDTH
-        assert strip.mass == pytest.approx(now, abs=1e-6)
-        assert strip.added.tolist() == ((now > even) & (before <= even)).tolist()
-        assert strip.removed.tolist() == ((now <= even) & (before > even)).tolist()
+        assert strip["mass"] == pytest.approx(masses(trace, step, length), abs=1e-6)
         refresh = step - step % 10
         start = PROMPT + refresh - 16
         last = (step - 1) // 10 * 10  # a slow step's selection serves the steps after it
         selected = {p for row in rows(trace, "selections", request=1, step=last) for p in row["positions"]}
-        for marks, positions in (
-            (strip.sink, range(4)), (strip.recent, range(start, length)), (strip.selected, selected),
-        ):  # fmt: skip
-            assert np.flatnonzero(marks).tolist() == sorted({p * WIDTH // length for p in positions})
-    assert strip.added.any() or strip.removed.any()
+        for name, positions in (("sink", range(4)), ("recent", range(start, length)), ("selected", selected)):
+            assert np.flatnonzero(strip[name]).tolist() == sorted({p * WIDTH // length for p in positions})
 
 
 def test_steps_without_an_audit_have_an_empty_strip(tmp_path):
     run = playable(Trace.open(make_trace(tmp_path / "t", policy="sfi", audit=4)))
-    assert [frames.is_audited(run, step) for step in (4, 5, 6, 7, 8)] == [True, *[False] * 3, True]
-    strip = frames.strip(run, 5, WIDTH)
-    assert not strip.mass.any()
-    assert not strip.removed.any()
-    assert frames.frame(run, 5).measures["retained_mass"] is None
-    assert frames.strip(run, 8, WIDTH).added.any()
+    assert not frames.strip(run, 5, WIDTH)["mass"].any()
+    assert frames.frame(run, 5)["measures"]["retained_mass"] is None
+    assert frames.strip(run, 8, WIDTH)["mass"].any()
 
 
 def test_the_passages_are_those_of_show(trace, run):
     """Also at a slow step, which reads everything, and not only what it then selects."""
     for step, least in ((23, 5), (20, 20)):
-        shown = step_words(Request(trace, index=1), step).passages
+        shown = step_words(Request(trace, index=1), step)["passages"]
         assert len(shown) > least
         found = frames.passages(run, step, most=1000)
-        key = attrgetter("first")
-        assert sorted(found, key=key) == sorted(shown, key=key)
+        key = itemgetter("first")
+        assert sorted((one.to_dict() for one in found), key=key) == sorted(shown, key=key)
     assert {one.part for one in found} == {"all"}
     few = frames.passages(run, 23, most=3)
     assert [one.part for one in few] == ["sink", *["selected"] * 3, "recent"]
@@ -155,8 +146,8 @@ def opened(folder, **options) -> Request:
     return Request(Trace.open(folder), **options)
 
 
-def covered(passages: list[Passage], part: str) -> set[int]:
-    return {position for one in passages if one.part == part for position in range(one.first, one.last + 1)}
+def covered(passages: list[dict], part: str) -> set[int]:
+    return {position for one in passages if one["part"] == part for position in range(one["first"], one["last"] + 1)}
 
 
 def test_a_fast_step_read_the_sink_what_was_selected_last_and_the_recent_tokens(tmp_path):
@@ -166,23 +157,24 @@ def test_a_fast_step_read_the_sink_what_was_selected_last_and_the_recent_tokens(
     (selection,) = rows(view.trace, "selections", step=10, layer=1, head=0)
     recent = PROMPT + 10 - RECENT  # anchored where the slow step left it
     chosen = {p for p in selection["positions"] if SINK <= p < recent}
-    assert sum(one.tokens for one in found.passages if one.part == "selected") == len(chosen)
-    between = covered(found.passages, "selected") - chosen
-    assert chosen <= covered(found.passages, "selected")
+    assert sum(one["tokens"] for one in found["passages"] if one["part"] == "selected") == len(chosen)
+    between = covered(found["passages"], "selected") - chosen
+    assert chosen <= covered(found["passages"], "selected")
     assert all(min(abs(p - q) for q in chosen) <= GAP for p in between)
-    assert covered(found.passages, "sink") == set(range(SINK))
-    assert covered(found.passages, "recent") == set(range(recent, PROMPT + 17))
-    assert (found.slow, found.refreshed, found.places) == (False, [10], [(1, 0)])
+    assert covered(found["passages"], "sink") == set(range(SINK))
+    assert covered(found["passages"], "recent") == set(range(recent, PROMPT + 17))
+    assert (found["slow"], found["refreshed"], found["places"]) == (False, [10], [{"layer": 1, "heads": [0]}])
 
 
 def test_what_was_read_and_what_was_missed_share_out_the_recorded_mass(tmp_path):
     view = opened(make_trace(tmp_path / "t", steps=40, policy="sfi"))
     found = step_words(view, 17)
     supports = rows(view.trace, "supports", step=17)
-    masses = [sum(one.mass or 0 for one in each) for each in (found.passages, found.missed)]
+    masses = [sum(one["mass"] or 0 for one in found[name]) for name in ("passages", "missed")]
     assert sum(masses) == pytest.approx(np.mean([sum(row["mass"]) for row in supports]), rel=1e-5)
     assert min(masses) > 0
-    assert [one.mass for one in found.missed] == sorted((one.mass for one in found.missed), reverse=True)
+    missed = [one["mass"] for one in found["missed"]]
+    assert missed == sorted(missed, reverse=True)
 
 
 def test_what_the_audit_saw_read_counts_where_the_trace_has_it(tmp_path):
@@ -193,7 +185,7 @@ def test_what_the_audit_saw_read_counts_where_the_trace_has_it(tmp_path):
         "supports",
         lambda all_rows: [row | {"read": [True] * len(row["positions"])} for row in all_rows],
     )
-    assert step_words(view, 17).missed == []
+    assert step_words(view, 17)["missed"] == []
 
 
 def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_path):
@@ -207,12 +199,12 @@ def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_pat
         "prompts",
         lambda all_rows: [row | ({"token_text": "."} if row["position"] == stop else {}) for row in all_rows],
     )
-    found = [one for one in step_words(view, 35).passages if one.part == "selected"]
-    edges = sorted((one.first, one.last) for one in found)
+    found = [one for one in step_words(view, 35)["passages"] if one["part"] == "selected"]
+    edges = sorted((one["first"], one["last"]) for one in found)
     assert edges == [(20, stop), (stop + 1, stop + LONGEST), (stop + LONGEST + 1, 119)]
-    first = min(found, key=lambda one: one.first)
-    assert first.text == "".join(f" {WORDS[p % 10]}" for p in range(20, stop)) + "."
-    assert first.places == [(0, 0)]
+    first = min(found, key=itemgetter("first"))
+    assert first["text"] == "".join(f" {WORDS[p % 10]}" for p in range(20, stop)) + "."
+    assert first["places"] == [{"layer": 0, "heads": [0]}]
 
 
 def test_what_a_trace_lacks_is_said_in_one_line(tmp_path):
@@ -223,7 +215,7 @@ def test_what_a_trace_lacks_is_said_in_one_line(tmp_path):
     with pytest.raises(TraceError, match=r"no positions of its selections; record it with --set trace"):
         step_words(opened(folder), 15)
     rewrite(folder, "selections", lambda _: [])
-    (note,) = step_words(opened(folder), 15).notes
+    (note,) = step_words(opened(folder), 15)["notes"]
     assert note == "policy sfi had selected nothing; a fast step read the sink and the recent tokens"
     with pytest.raises(TraceError, match="has no text: it was redacted"):
         step_words(opened(redact(folder)), 15)

@@ -205,7 +205,7 @@ def test_a_run_is_compared_with_its_own_prediction(tmp_path):
     audited = [row for row in rows(real, "supports") if row["step"] % 10]
     steps = [row for row in rows(real, "steps") if row["step"]]
     assert found.same_schedule
-    assert [one.steps for one in found.requests] == [60, 60]
+    assert [one["steps"] for one in found.requests] == [60, 60]
     assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
     overlap = np.mean([row["overlap_last_refresh"] for row in audited])
     assert found.measured.overlap_at_reuse == pytest.approx(overlap)
@@ -224,8 +224,7 @@ def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     rewrite(folder, "steps", lambda found: [row | {"token_id": 77} if row["step"] == 33 else row for row in found])
     real = Trace.open(folder)
     found = compare(Supports.load(full), full, real)
-    (one,) = found.requests
-    assert (one.steps, one.recorded_steps, one.measured_steps) == (34, 60, 60)
+    assert found.requests == [{"request": 0, "steps": 34, "recorded_steps": 60, "measured_steps": 60}]
     audited = [row for row in real.table("supports").to_pylist() if row["step"] % 10 and row["step"] < 34]
     assert len(audited) == 4 * 10  # every third step but 0 and 30
     assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
@@ -289,7 +288,7 @@ def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
     trace, real = bundled_runs[source], bundled_runs["sfi"]
     found = compare(Supports.load(trace), trace, real)
     assert found.same_schedule
-    assert (found.requests[0].steps, found.predicted.fast_steps) == (40, 36)
+    assert (found.requests[0]["steps"], found.predicted.fast_steps) == (40, 36)
     assert found.predicted.retained_mass_upper - found.predicted.retained_mass < 1e-4
     assert abs(found.mean_difference) < 0.01
     assert found.mean_distance < 0.02

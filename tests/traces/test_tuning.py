@@ -316,7 +316,7 @@ def confirmed(loaded, bundled, bundled_supports):
 def test_a_prediction_is_close_to_what_the_run_measures(confirmed):
     rows, speed, told = confirmed
     for row in rows[:2]:
-        assert row.comparison.requests[0].steps == 50
+        assert row.comparison.requests[0]["steps"] == 50
         assert abs(row.error) < 0.05
         assert row.comparison.same_schedule
     assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
@@ -336,7 +336,7 @@ def test_right_and_wrong_answers_are_told_apart(confirmed):
     """A stride of 8 loses the thread, whatever its budget (docs/tune.md)."""
     rows, _, _ = confirmed
     assert [row.exact_match for row in rows] == [True, True, False]
-    assert rows[2].comparison.requests[0].steps < 50
+    assert rows[2].comparison.requests[0]["steps"] < 50
     for row in rows[:2]:
         assert 0 <= row.kl_next_token < 0.05
         assert row.argmax_agreement == 1.0

@@ -15,6 +15,7 @@ from sfi_cli import options as o
 from sfi_cli.commands.trace.report import beside, make_folder
 from sfi_cli.terminal.output import Output, message
 from sfi_core.errors import ConfigError, unknown
+from sfi_core.machine.text import printable
 from sfi_traces.views.table import Table
 
 TIMELINE = "perfetto"  # of the whole trace, in one file
@@ -124,9 +125,5 @@ def _table(columns: list[str], batches: Iterator[list[tuple[Any, ...]]]) -> Tabl
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.9g}"
-    text = "" if value is None else str(value)
-    if not text.isprintable():  # a newline would break the table's line
-        text = repr(text)[1:-1]
+    text = f"{value:.9g}" if isinstance(value, float) else "" if value is None else printable(str(value))
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."

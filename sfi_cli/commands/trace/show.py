@@ -60,8 +60,7 @@ def show(
         if step is None:
             written.data(summarize(trace, request, layer), full_text if full else show_text)
         else:
-            words = step_words(Request(trace, request, layer, head), step)
-            written.data(words.to_dict(), step_text)
+            written.data(step_words(Request(trace, request, layer, head), step), step_text)
 
 
 def step_text(step: Row) -> list[Part]:

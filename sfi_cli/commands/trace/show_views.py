@@ -71,10 +71,8 @@ def _disagreements(disagreeing: list[Row]) -> Iterator[str]:
 
 def full_text(document: Row) -> list[Part]:
     """Return every section that the trace has data for, and what it lacks for the others."""
-    compared = "tested tokens: {}\n" if document["lossless"] else "next token: {} fast steps\n"
     sections: tuple[tuple[str, Callable[[Any], Part]], ...] = (
         ("health", health_lines),
-        ("lossless", _lossless),
         ("lossless", lambda section: Table.of("Verifications by why the draft ended", REASONS, section["reasons"])),
         ("lossless", lambda section: Table.of(PLACES, {"place": _bin("place")} | TESTED, section["places"])),
         ("lossless", lambda section: Table.of(DEPTHS, {"depth": _bin("depth")} | TESTED, section["depths"])),
@@ -84,7 +82,6 @@ def full_text(document: Row) -> list[Part]:
         ("head_similarity", _head_similarity),
         ("query_cosine", _query_cosine),
         ("audit", lambda section: Table.of(AUDIT_TITLE, AUDIT, _layers(section), spare=AUDIT_SPARE)),
-        ("logits", lambda section: compared.format(_compared(section))),
         ("disagreements", partial(Table.of, DISAGREEMENT_TITLE, DISAGREEMENT, left=3)),
         ("selections", _selections),
         ("corrections", _corrections),
@@ -123,16 +120,6 @@ def _of(name: str, part: str, write: Callable[[Any], str] = number) -> Callable[
     return lambda row: write(row[name][part])
 
 
-def _lossless(section: Row) -> str:
-    each, passes = (number(section[name], 2) for name in ("tokens_per_verification", "passes_per_token"))
-    accepted = f"{count(section['accepted'])} of {count(section['drafted'])} drafted tokens"
-    return (
-        f"lossless: {plural(section['verifications'], 'verification')} gave {count(section['tokens'])} tokens, "
-        f"{each} each, in {passes} passes a token; kept {accepted} ({percent(section['acceptance'])}), "
-        f"{percent(section['token_acceptance'])} of the {count(section['tested'])} tested\n"
-    )
-
-
 def _stability(section: Row) -> Table:
     rows = [
         (str(row["layer"]), kind, *spread(row[name]))
@@ -167,14 +154,6 @@ def _query_cosine(section: Row) -> Table:
     ]
     title = "Query cosine with the step before; FreeKV corrects where it is under tau"
     return Table(title, ("layer", "mean", "min", *(f"under {tau:g}" for tau in section["thresholds"]), "n"), rows)
-
-
-def _compared(section: Row) -> str:
-    kl = section["kl_next_token"]
-    return (
-        f"KL {number(kl['mean'], 4)} nats on average, p95 {number(kl['p95'], 4)}, at most {number(kl['max'], 4)}; "
-        f"same most probable token in {percent(section['argmax_agreement'])} of {count(kl['n'])}"
-    )
 
 
 def _selections(section: Row) -> Table:

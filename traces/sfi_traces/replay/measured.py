@@ -11,7 +11,7 @@ import pyarrow as pa
 from sfi_core.errors import TraceError
 from sfi_traces.model.steps import Floats
 from sfi_traces.model.supports import Supports
-from sfi_traces.model.trace import Trace, rows_of
+from sfi_traces.model.trace import Row, Trace, rows_of
 from sfi_traces.replay.outcome import Outcome, StepMetrics
 from sfi_traces.replay.replay import metrics, replay_request
 from sfi_traces.replay.setting import SCAN, Setting
@@ -21,17 +21,7 @@ STEPS = ["request", "step", "token_id", "reason", "attended_tokens"]
 SUPPORTS = ["request", "step", "layer", "head", "retained_mass", "overlap_last_refresh"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """A request's compared `steps`, step 0 included: those with the same tokens before them in both runs."""
-
-    request: int
-    steps: int
-    recorded_steps: int
-    measured_steps: int
-
-
-Steps = tuple[StepMetrics, StepMetrics, Compared]  # of a request: predicted, measured, which
+Steps = tuple[StepMetrics, StepMetrics, Row]  # of a request: predicted, measured, how many were compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +32,8 @@ class Comparison:
         same_schedule: Whether the same steps are slow for the same reasons.
         mean_difference: Mean over fast steps, layers and heads of the predicted retained mass (lower bound)
             less the measured one; None without fast steps. `mean_distance` is that of its absolute value.
+        requests: By request the compared `steps`, step 0 included: those with the same tokens before them in both
+            runs; and the `recorded_steps` and `measured_steps`.
     """
 
     predicted: Outcome
@@ -49,7 +41,7 @@ class Comparison:
     same_schedule: bool
     mean_difference: float | None
     mean_distance: float | None
-    requests: list[Compared]
+    requests: list[Row]
 
 
 def compare(recorded: Sequence[Supports], trace: Trace, real: Trace) -> Comparison:
@@ -68,7 +60,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> li
     _check_pair(recorded, trace, real)
     setting = Setting.recorded(real)
     steps = real.table("steps", STEPS)
-    kept = real.table("supports", SUPPORTS)
+    audited = real.table("supports", SUPPORTS)
     compared = []
     for supports in recorded:
         measured = steps.filter(rows_of(supports.request)).sort_by("step")
@@ -78,7 +70,7 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> li
         common = min(equal + 1, supports.steps, measured.num_rows)
         sparse = [place for place in supports.places if place[0] not in setting.config.dense_layers]
         like = supports.at(slice(common)).of_places(sparse)
-        prediction, measurement = replay_request(like, setting), _measured(like, setting, measured, kept)
+        prediction, measurement = replay_request(like, setting), _measured(like, setting, measured, audited)
         known: dict[str, Any] = {
             name: np.where(np.isnan(measurement.lower_NU), np.nan, getattr(prediction, name))
             for name in ("lower_NU", "upper_NU", "overlap_NU")
@@ -86,10 +78,8 @@ def compare_steps(recorded: Sequence[Supports], trace: Trace, real: Trace) -> li
         prediction = replace(prediction, **known)
         if real.manifest["audit"]["top"] != supports.top:
             prediction, measurement = prediction.without_overlap(), measurement.without_overlap()
-        request = Compared(
-            request=supports.request, steps=common, recorded_steps=supports.steps, measured_steps=measured.num_rows
-        )
-        compared.append((prediction, measurement, request))
+        counts = {"steps": common, "recorded_steps": supports.steps, "measured_steps": measured.num_rows}
+        compared.append((prediction, measurement, {"request": supports.request, **counts}))
     return compared
 
 
@@ -138,8 +128,8 @@ def check_one_model(trace: Trace, other: Trace) -> None:
             raise TraceError(f"traces must be of one model, got another {name} in {other.path} than in {trace.path}")
 
 
-def _measured(like: Supports, setting: Setting, steps: pa.Table, kept: pa.Table) -> StepMetrics:
-    steps, rows = steps.slice(0, like.steps), kept.filter(rows_of(like.request))
+def _measured(like: Supports, setting: Setting, steps: pa.Table, audited: pa.Table) -> StepMetrics:
+    steps, rows = steps.slice(0, like.steps), audited.filter(rows_of(like.request))
     kept_NU, overlap_NU = (_column(rows, like, name) for name in ("retained_mass", "overlap_last_refresh"))
     if setting.scans:
         overlap_NU = np.full_like(overlap_NU, np.nan)  # nothing is reused

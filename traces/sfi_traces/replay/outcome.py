@@ -19,11 +19,9 @@ class StepMetrics:
     """One request's steps, predicted or measured: N steps, U pairs of a layer and a KV head.
 
     Attributes:
-        supports: What was recorded of the steps.
         reasons: Why each step is slow; empty for a fast one.
         attended_N: Tokens read per KV head, the mean over full-attention layers.
-        lower_NU: Retained mass, lower bound; 1 at slow steps, NaN where not measured.
-        upper_NU: Retained mass, upper bound.
+        lower_NU: Retained mass, lower bound, `upper_NU` the upper one; 1 at slow steps, NaN where not measured.
         overlap_NU: Overlap coefficient with the support at the last slow step; NaN at slow steps.
         bytes_N: Bytes read for each token; `dense_bytes_N` under full attention.
     """
@@ -102,7 +100,7 @@ class Outcome:
             fast_steps=steps - slow,
             reasons=dict(reasons),
             slow_rate=(slow - len(requests)) / each,
-            retained_mass=1.0 if (kept := mean(lower)) is None else kept,
+            retained_mass=1.0 if (mass := mean(lower)) is None else mass,
             retained_mass_upper=1.0 if (most := mean(upper)) is None else most,
             retained_mass_p5=float(np.percentile(lower, LOW)) if len(lower) else 1.0,
             worst=least("retained_mass", [(request.supports, request.fast_NU("lower_NU")) for request in requests]),
@@ -119,10 +117,10 @@ def pareto(outcomes: Sequence[Outcome]) -> list[bool]:
     """Mark the outcomes that no other beats in speed-up and retained mass."""
     points = [(outcome.speedup, outcome.retained_mass) for outcome in outcomes]
     best, front = -1.0, set()
-    for speedup, kept in sorted(points, reverse=True):
-        if kept > best:
-            best = kept
-            front.add((speedup, kept))
+    for speedup, mass in sorted(points, reverse=True):
+        if mass > best:
+            best = mass
+            front.add((speedup, mass))
     return [point in front for point in points]
 
 

@@ -57,19 +57,19 @@ def metrics(
     supports: Supports,
     setting: Setting,
     reasons: list[str],
-    kept: Kept | None = None,
+    masses: Kept | None = None,
     attended_N: npt.NDArray[Any] | None = None,
 ) -> StepMetrics:
     """Add up tokens and bytes of steps that are slow for `reasons`.
 
-    `kept` and `attended_N`, the tokens read, are those of a run; None predicts them. What codescan reads to choose is
+    `masses` and `attended_N`, the tokens read, are those of a run; None predicts them. What codescan reads to choose is
     added, in tokens' worth.
     """
     model = ByteModel.of(supports.model, dense_layers=setting.config.dense_layers)
     slow_N = np.array([bool(reason) for reason in reasons])
     memory = Memory.of(setting.config.to_dict(), slow_N, supports.length_N, scans=setting.scans)
-    if kept is None:
-        kept = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
+    if masses is None:
+        masses = (_kept_by_scan if setting.scans else _kept)(supports, setting.config, memory)
     if attended_N is None:
         attended_N = np.asarray(model.mean_attended(supports.length_N, memory.read_N))
     chosen_N = _to_choose(supports, setting, memory)
@@ -77,7 +77,7 @@ def metrics(
         supports=supports,
         reasons=reasons,
         attended_N=attended_N + np.asarray(model.mean_attended(0, chosen_N)),
-        **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), kept, strict=True)),
+        **dict(zip(("lower_NU", "upper_NU", "overlap_NU"), masses, strict=True)),
         bytes_N=memory.bytes_read(model) + model.row_bytes * chosen_N,
         dense_bytes_N=np.asarray(model.dense(supports.length_N)),
     )

@@ -5,51 +5,29 @@ every step will do, also an imported one (docs/import.md).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from sfi_traces.model.steps import Floats
 from sfi_traces.model.supports import Supports
+from sfi_traces.model.trace import Row
 from sfi_traces.replay.outcome import LOW, known, least, mean
 from sfi_traces.replay.replay import held_before
 
 MEANS = ("recall", "recall_with_new", "retained_mass", "own_mass")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reuse:
-    """A schedule summed up over requests; means are over the steps that reuse, their layers and heads.
+def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> Row:
+    """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`.
 
-    Attributes:
-        runs: Steps that select anew, step 0 of each request included.
-        saved: Share of reusing steps from step 1 on.
-        recall: Share of a step's own selection that is in the reused one; None where no step reuses.
-        recall_with_new: Recall if all tokens since the last selection are read too.
-        retained_mass: Recorded mass of the reused selection and these tokens; None without masses.
-        own_mass: Recorded mass of the step's own selection.
-        worst: Where recall is least; `worst_layer` has the least mean.
-        layers: The means of each layer.
+    Counts `runs`, steps that select anew, step 0 of each request included, and `reused_steps`; `saved` is the share of
+    these from step 1 on. `recall` is the share of a step's own selection that is in the reused one (`recall_p5`,
+    `worst`), `recall_with_new` that if all tokens since are read too, `retained_mass` the recorded mass of both,
+    `own_mass` that of the step's own selection: means over the steps that reuse, their layers and heads, and in
+    `layers` of each layer; None where no step reuses, or masses are not known.
     """
-
-    runs: int
-    reused_steps: int
-    saved: float
-    recall: float | None
-    recall_p5: float | None
-    recall_with_new: float | None
-    retained_mass: float | None
-    own_mass: float | None
-    worst: dict[str, Any] | None
-    worst_layer: int | None
-    layers: list[dict[str, Any]]
-
-
-def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> Reuse:
-    """Replay over several requests why their steps select anew, "" where they reuse; see `schedule`."""
     reused = [_reused(request, reasons) for request, reasons in zip(recorded, schedules, strict=True)]
 
     def means(layer: int | None = None) -> dict[str, float | None]:
@@ -58,20 +36,17 @@ def reuse(recorded: Sequence[Supports], schedules: Sequence[Sequence[str]]) -> R
         return {name: mean(known(values[name][:, unit] for values, unit in pairs)) for name in MEANS}
 
     runs, steps = sum(map(bool, chain(*schedules))), sum(map(len, schedules))
-    layers: list[dict[str, Any]] = [{"layer": layer, **means(layer)} for layer in recorded[0].layers]
-    reusing = [row for row in layers if row["recall"] is not None]
     recalls = [values["recall"] for values in reused]
     recall = known(recalls)
-    return Reuse(
-        runs=runs,
-        reused_steps=steps - runs,
-        saved=(steps - runs) / max(1, steps - len(recorded)),
-        recall_p5=float(np.percentile(recall, LOW)) if len(recall) else None,
+    return {
+        "runs": runs,
+        "reused_steps": steps - runs,
+        "saved": (steps - runs) / max(1, steps - len(recorded)),
         **means(),
-        worst=least("recall", zip(recorded, recalls, strict=True)),
-        worst_layer=min(reusing, key=itemgetter("recall"))["layer"] if reusing else None,
-        layers=layers,
-    )
+        "recall_p5": float(np.percentile(recall, LOW)) if len(recall) else None,
+        "worst": least("recall", zip(recorded, recalls, strict=True)),
+        "layers": [{"layer": layer, **means(layer)} for layer in recorded[0].layers],
+    }
 
 
 def chance(recorded: Sequence[Supports]) -> float:

@@ -27,8 +27,6 @@ RULES[SCAN] = ()
 RULED = tuple(dict.fromkeys(chain(*RULES.values())))
 MEMORY = ("budget", "recent", "recent_mode", "sink", "span", "page_size")
 PART = "\N{REPLACEMENT CHARACTER}"  # text of a token with some bytes of a character: never a trigger's
-
-
 assert {*TRIGGER_POLICIES, SCAN} == set(RULES)
 
 
@@ -103,8 +101,7 @@ def grid(
 ) -> list[Setting]:
     """Combine values by `SfiConfig` field into distinct settings; `base` gives what no axis changes.
 
-    `trigger_sets` has token ids by name; none for those of `base`. Raises `ConfigError` for a value out of
-    range.
+    `trigger_sets` has token ids by name; none for those of `base`. Raises `ConfigError` for a value out of range.
     """
     sets = trigger_sets or {base.triggers: base.trigger_token_ids}
     settings: dict[tuple[Any, ...], Setting] = {}

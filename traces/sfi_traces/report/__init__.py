@@ -39,7 +39,6 @@ def render(request: Request) -> str:
         "drift": panels.drift,
         "head-similarity": panels.head_similarity,
         "query-cosine": panels.query_cosine,
-        "acceptance": panels.acceptance,
         "timeline": panels.timeline,
         "lambda": panels.lambda_star,
     }.items():

@@ -12,10 +12,8 @@ from sfi_core.errors import TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.summary import similarity
 from sfi_traces.summary import supports as observed
-from sfi_traces.summary.facts import lossless_facts
 from sfi_traces.views import captions, figure_data
 from sfi_traces.views.captions import ACROSS, CLIP, SLOW, WITHIN, Caption, visible
-from sfi_traces.views.table import span
 
 MARGIN = {"l": 8, "r": 8, "t": 12, "b": 8}
 LEGEND = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
@@ -25,10 +23,6 @@ MOST_STEPS = 500  # of the heat map
 MOST_LINES = 24
 HEIGHT = 420  # of drift and similarity, which lie beside each other
 BELOW, ROOM = 240, 80  # height of a plot below a map, and between them
-DRAFTS = {  # titles of the axes
-    "place": "place in the sentence; 0 is its first token",
-    "depth": "depth in the draft; 1 is its first token",
-}
 Panel = dict[str, Any]
 
 
@@ -40,15 +34,21 @@ def panel(caption: Caption, figure: go.Figure) -> Panel:
     return {"caption": caption, **plot}
 
 
-def cells(head_map: figure_data.HeadMap, low: float, high: float, word: str) -> go.Heatmap:
-    """Draw a column for each layer, a row for each KV head; `word` names the number in the hover text."""
+def grid(z: np.ndarray, x: list[str], y: list[str], ends: tuple[float, float], hover: str, **more: Any) -> go.Heatmap:
+    """Draw a cell for each number of `z`, in colors between both `ends`."""
     return go.Heatmap(
-        z=head_map.value.T, x=[f"layer {layer}" for layer in head_map.layers],
-        y=[f"head {head}" for head in head_map.heads],
-        colorscale="Viridis", xgap=1, ygap=1, zmin=low, zmax=high, hoverongaps=False,
-        colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
+        z=z, x=x, y=y, zmin=ends[0], zmax=ends[1], colorscale="Viridis", hoverongaps=False,
+        hovertemplate=f"{hover}<extra></extra>",
+        **{"colorbar": {"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"}, "xgap": 1, "ygap": 1} | more,
+    )  # fmt: skip
+
+
+def cells(head_map: figure_data.HeadMap, low: float, word: str) -> go.Heatmap:
+    """Draw a column for each layer, a row for each KV head; `word` names the number in the hover text."""
+    return grid(
+        head_map.value.T, [f"layer {layer}" for layer in head_map.layers], [f"head {head}" for head in head_map.heads],
+        (low, 1), f"%{{x}}, KV %{{y}}<br>{word} %{{z:.4f}}",
         texttemplate="%{z:.3f}" if len(head_map.layers) <= MOST_NUMBERS else None,
-        hovertemplate=f"%{{x}}, KV %{{y}}<br>{word} %{{z:.4f}}<extra></extra>",
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def retained(request: Request) -> Panel:
     mass, steps = figure_data.retained_mass(request)
     shown = figure_data.HeadMap.of(mass)
     low = min(float(np.nanmin(shown.value)), 0.99)
-    figure = go.Figure(cells(shown, low, 1, "mass"))
+    figure = go.Figure(cells(shown, low, "mass"))
     figure.update_layout(axes(shown.heads))
     return panel(captions.retained(mass, steps), figure)
 
@@ -118,10 +118,9 @@ def lambda_star(request: Request) -> Panel:
     )  # fmt: skip
     label = f"clip at {data.clip:g}"
     figure.add_hline(data.clip, line={"dash": "dash", "color": CLIP}, annotation_text=label)
-    figure.update_layout(
-        height=300, xaxis={"title": {"text": "decoding step"}},
-        yaxis={"title": {"text": "lambda*"}, "range": [0, 1.15 * max(data.clip, data.high.max())]},
-    )  # fmt: skip
+    figure.update_xaxes(title_text="decoding step")
+    figure.update_yaxes(title_text="lambda*", range=[0, 1.15 * max(data.clip, data.high.max())])
+    figure.update_layout(height=300)
     return panel(captions.lambda_star(data), figure)
 
 
@@ -135,13 +134,9 @@ def heatmap(request: Request) -> Panel:
     ]
     low, high = figure_data.color_range(supports.overlap)
     percent = np.round(100 * supports.overlap).astype(np.uint8)
-    figure = go.Figure(
-        go.Heatmap(
-            z=percent, x=labels, y=labels, zmin=100 * low, zmax=100 * high, colorscale="Viridis",
-            colorbar={"ticksuffix": " %", "thickness": 12, "outlinewidth": 0},
-            hovertemplate="%{y}<br>%{x}<br>overlap %{z} %<extra></extra>",
-        )
-    )  # fmt: skip
+    ends, hover = (100 * low, 100 * high), "%{y}<br>%{x}<br>overlap %{z} %"
+    bar = {"ticksuffix": " %", "thickness": 12, "outlinewidth": 0}
+    figure = go.Figure(grid(percent, labels, labels, ends, hover, colorbar=bar, xgap=0, ygap=0))
     axis = {"type": "category", "showgrid": False, "tickfont": {"size": 10}, "ticks": ""}
     figure.update_layout(
         height=640,
@@ -214,11 +209,9 @@ def drift(request: Request) -> Panel:
     )  # fmt: skip
     chance = request.supports.chance
     draw_chance(figure, chance)
-    figure.update_layout(
-        height=HEIGHT,
-        xaxis={"title": {"text": "decoding step"}, "rangemode": "tozero"},
-        yaxis={"title": {"text": "overlap"}, "range": figure_data.axis_range(chance, low, high, mean)},
-    )  # fmt: skip
+    figure.update_xaxes(title_text="decoding step", rangemode="tozero")
+    figure.update_yaxes(title_text="overlap", range=figure_data.axis_range(chance, low, high, mean))
+    figure.update_layout(height=HEIGHT)
     note = f"{captions.support(request)}, {captions.places(request.supports.places)}."
     note += f" Two random ones overlap by {chance:.3f}."
     if len(overlap_US) > 1:
@@ -233,15 +226,9 @@ def head_similarity(request: Request) -> Panel:
     data = similarity.compare_heads([request.supports.thinned(similarity.MOST_COMPARED)])
     names = [f"layer {layer}" for layer in data["layers"]]
     matrix = data["matrix"]
-    figure = go.Figure(
-        go.Heatmap(
-            z=matrix, x=names, y=names, colorscale="Viridis", xgap=1, ygap=1, hoverongaps=False,
-            zmin=np.floor(10 * np.nanmin(matrix)) / 10, zmax=np.ceil(10 * np.nanmax(matrix)) / 10,
-            colorbar={"thickness": 12, "outlinewidth": 0, "tickformat": ".2f"},
-            texttemplate="%{z:.2f}" if matrix.size <= MOST_PAIRS else None,
-            hovertemplate="%{y}, %{x}<br>overlap %{z:.3f}<extra></extra>",
-        )
-    )  # fmt: skip
+    ends = float(np.floor(10 * np.nanmin(matrix)) / 10), float(np.ceil(10 * np.nanmax(matrix)) / 10)
+    text = "%{z:.2f}" if matrix.size <= MOST_PAIRS else None
+    figure = go.Figure(grid(matrix, names, names, ends, "%{y}, %{x}<br>overlap %{z:.3f}", texttemplate=text))
     figure.update_layout({**axes(data["layers"]), "height": HEIGHT})
     note = (
         f"{captions.support(request)}, {data['steps']:,} steps. Mean overlap of each KV head of a layer with those of "
@@ -265,7 +252,7 @@ def query_cosine(request: Request) -> Panel:
     height = layout["height"] + BELOW
     share = layout["height"] / height
     figure = make_subplots(2, 1, row_heights=[share, 1 - share], vertical_spacing=ROOM / height)
-    figure.add_trace(cells(mean, float(np.nanmin(mean.value)), 1, "cosine"), row=1, col=1)
+    figure.add_trace(cells(mean, float(np.nanmin(mean.value)), "cosine"), row=1, col=1)
     figure.update_traces(colorbar={"y": 1, "yanchor": "top", "len": share - ROOM / height})
     figure.update_layout(layout | {"height": height}, legend=LEGEND)
     for row in data["lowest"]:
@@ -284,33 +271,3 @@ def query_cosine(request: Request) -> Panel:
         f"{under}: where FreeKV would correct at this tau. The course is that of the lowest heads."
     )
     return panel(Caption("Query cosine with the step before", note), figure)
-
-
-def acceptance(request: Request) -> Panel:
-    """Draw a bar for each place in the sentence, and one for each depth in the draft.
-
-    Raises `TraceError` for a plain run, or if no drafted token was tested.
-    """
-    facts = lossless_facts(request)
-    if facts is None or not facts["tested"]:
-        raise TraceError(
-            f"trace {request.trace.path} has no drafted tokens of request {request.index}; record it with --lossless"
-        )
-    figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.06)
-    for column, (name, label) in enumerate(DRAFTS.items(), 1):
-        bars = facts[f"{name}s"]
-        figure.add_bar(
-            x=[span(bar[f"from_{name}"], bar[f"to_{name}"]) for bar in bars],
-            y=[bar["acceptance"] for bar in bars], customdata=[bar["tested"] for bar in bars],
-            marker={"color": WITHIN}, showlegend=False,
-            hovertemplate="%{x}: %{y:.1%} of %{customdata} tested<extra></extra>", row=1, col=column,
-        )  # fmt: skip
-        figure.update_xaxes(title_text=label, type="category", row=1, col=column)
-    figure.update_yaxes(range=[0, 1.02], tickformat=".0%", row=1, col=1)
-    figure.update_layout(height=340)
-    note = (
-        f"{facts['verifications']:,} verifications tested {facts['tested']:,} drafted tokens and kept "
-        f"{facts['token_acceptance']:.1%} of them; each gave {facts['tokens_per_verification']:.2f} tokens "
-        "on average. A token is tested if all before it in its draft were kept."
-    )
-    return panel(Caption("Drafted tokens that full attention kept", note), figure)

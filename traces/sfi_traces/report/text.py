@@ -78,10 +78,10 @@ def disagreements(request: Request, steps: Sequence[dict[str, Any]]) -> dict[str
 
 def _missed(request: Request, step: int) -> str:
     try:
-        missed = step_words(request, step).missed
+        missed = step_words(request, step)["missed"]
     except TraceError:  # no text, or no positions of selections
         return ""
-    return f"{visible(missed[0].text, LONGEST)} ({missed[0].mass or 0:.1%} of the attention)" if missed else ""
+    return f"{visible(missed[0]['text'], LONGEST)} ({missed[0]['mass'] or 0:.1%} of the attention)" if missed else ""
 
 
 def _about(request: Request, row: int) -> str:
@@ -146,7 +146,7 @@ def _counts(request: Request, begins: np.ndarray, layers: list[int], per_cell: i
     packer, now = zlib.compressobj(6), np.zeros((len(layers), cells), np.uint8)
     row_of = {layer: row for row, layer in enumerate(layers)}
     held: dict[Place, np.ndarray] = {}
-    packed, kept = b"", 0
+    packed, refreshes = b"", 0
     for chosen in _refreshed(request, begins, layers):
         if chosen is None:
             return None
@@ -158,14 +158,14 @@ def _counts(request: Request, begins: np.ndarray, layers: list[int], per_cell: i
             held[place] = cell[np.diff(cell, prepend=-1) > 0]
             now[row_of[place[0]], held[place]] += 1
         packed += packer.compress((now - before).tobytes())
-        kept += 1
+        refreshes += 1
         if len(packed) > MOST_BYTES:
             break
-    if not kept:
+    if not refreshes:
         return None
-    until = int(begins[kept]) if kept < len(begins) else None
+    until = int(begins[refreshes]) if refreshes < len(begins) else None
     packed += packer.flush()
-    return {"begins": begins[:kept].tolist(), "until": until, "packed": _base64(packed)}
+    return {"begins": begins[:refreshes].tolist(), "until": until, "packed": _base64(packed)}
 
 
 def _refreshed(

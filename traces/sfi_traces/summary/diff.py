@@ -47,14 +47,13 @@ LIMIT = re.compile(r"\s*([a-z0-9_]+)\s*(<=|>=|==|!=|<|>)\s*([-+]?(?:\d+\.?\d*|\.
 def compare(first: Trace, second: Trace, request: int | None = None) -> Row:
     """Compare two traces, or one request of both.
 
-    Supports and selections are compared at equal steps, up to and including the first step whose token differs; its
-    query still follows equal tokens. Nothing is compared where a trace is redacted, no supports where `audit.top`
-    differs, but for an imported indexer's selections.
+    Supports and selections are compared at equal steps, up to and including the first step whose token differs.
+    Nothing is compared where a trace is redacted, no supports where `audit.top` differs, but for an imported indexer's
+    selections.
 
     A request's `first_layer` is where the runs first differ, often before a token does: the first compared `step` at
-    which a row that both traces have differs in positions, or in retained mass by more than 1e-4; the lowest such
-    `layer`; and its KV heads that differ. The cause is there, or in a lower layer that was not recorded. Positions
-    have no tolerance: between machines or backends, rounding alone may change the last of them, even at step 0.
+    which a row that both traces have differs in positions, or in retained mass by more than `SAME_MASS`; the lowest
+    such `layer`; and its KV heads that differ. Rounding on another machine may change the last of the positions.
 
     Returns each trace's own numbers under `a` and `b`, ratios of b to a, comparisons, and `metrics` (`METRICS`).
 
@@ -98,7 +97,7 @@ def _check_model(first: Trace, second: Trace) -> None:
     ]
     if shapes[0] != shapes[1]:
         names = [f"{trace.manifest['model']['name']} in {trace.path}" for trace in (first, second)]
-        raise TraceError(f"traces must be of one model, got {names[0]} and {names[1]}")
+        raise TraceError(f"traces must be of one model, got {' and '.join(names)}")
 
 
 def _check_prompts(request: Request, other: Request) -> None:
@@ -158,13 +157,8 @@ def _compare_tokens(steps: list[Row], others: list[Row]) -> Row:
 def _overlap(request: Request, table: str, until: dict[int, int]) -> Row | None:
     if not until:
         return None
-    request.compare(
-        "pairs",
-        f"""
-        SELECT this.layer, this.positions AS first, that.positions AS second {_both(table, until)}
-            AND len(this.positions) > 0 AND len(that.positions) > 0
-        """,
-    )
+    pairs = f"{_both(table, until)} AND len(this.positions) > 0 AND len(that.positions) > 0"
+    request.compare("pairs", f"SELECT this.layer, this.positions AS first, that.positions AS second {pairs}")
     rows = request.query(f"""
         SELECT layer, {distribution("overlap")} AS overlap FROM pairs
         GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST

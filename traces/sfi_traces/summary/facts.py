@@ -36,10 +36,10 @@ def answers(request: Request) -> list[Row]:
 def step_facts(request: Request) -> Row:
     """Count steps by reason, and what those from step 1 on read.
 
-    `slow_share` is `slow` over `steps`. `read_ratio` is attended tokens over context tokens, both summed, in a lossless
-    run with what drafts and verifications read for rejected tokens; `selection_ratio` is what choosing read over the
-    same, None in a trace that does not tell; `cache_read_ratio` is the sum. `launched` counts the steps from 1 on that
-    report whether they were replayed as CUDA graphs, `replayed` those that were.
+    `read_ratio` is attended tokens over context tokens, both summed, in a lossless run with what was read for rejected
+    tokens; `selection_ratio` is what choosing read over the same, None in a trace that does not tell;
+    `cache_read_ratio` is the sum. `launched` counts the steps from 1 on that report whether they were replayed as CUDA
+    graphs, `replayed` those that were.
     """
     counts = request.single("""
         SELECT count(*) AS steps, count(*) FILTER (slow) AS slow, count(*) FILTER (NOT slow) AS fast,
@@ -77,14 +77,12 @@ def trigger_tokens(request: Request) -> list[Row]:
     return request.query(query, [1 + request.trace.manifest["config"]["trigger_delay"]])
 
 
-# counts a drafted stop token, which becomes the verification's own, as accepted; the join drops verifications
-# whose steps a killed run had not yet written
+# a drafted stop token, which becomes the verification's own, is accepted; a killed run may lack a verification's step
 VERIFIED = """(
     SELECT verified.* REPLACE (verified.accepted + coalesce(draft_token_id = token_id, false)::INT AS accepted)
     FROM chosen_verifications verified JOIN chosen_steps USING (request, step)
 )"""
-# a kept token has its own step; the first rejected one has the step of the token that replaced it, which is the same
-# token if it ended the request
+# a kept token has its own step; the first rejected one that of the token in its place, the same if it ends the request
 TESTED = """(
     WITH placed AS (SELECT *, step - min(step) OVER (PARTITION BY request, sentence) AS place FROM chosen_steps)
     SELECT place, steps_since_slow AS depth, true AS kept FROM placed WHERE drafted
@@ -98,11 +96,10 @@ TESTED = """(
 def lossless_facts(request: Request) -> Row | None:
     """Count verifications and kept tokens: in all, by reason, by place in the sentence, by draft depth.
 
-    A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted
-    tokens; `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as
-    kept, if the trace has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 the
-    first of a draft; both have bins 1, 2, 3-4, 5-8, ... `passes_per_token` counts a forward pass for each
-    drafted token and each verification. None for a plain run, or without a verification.
+    A verification tests drafted tokens up to the first that it rejects. `acceptance` is over all drafted tokens;
+    `token_acceptance`, `places` and `depths` are over tested ones. A drafted stop token counts as kept, if the trace
+    has token ids. Place 0 is the first token after a trigger or the prompt, depth 1 the first of a draft.
+    `passes_per_token` counts a forward pass for each drafted token and each verification. None without a verification.
     """
     if not request.trace.lossless:
         return None
@@ -166,10 +163,9 @@ KINDS, PARTS = ("prefill", "slow", "fast", "mixed"), ("prefill", "decode")
 def latency(request: Request) -> Row:
     """Measure the time of the batch's steps by kind.
 
-    Kind "prefill" is step 0 of a request; a step is "mixed" if it is slow for some requests of the batch and
-    fast for others. An audit slows a step down, so a kind's unaudited steps are taken alone; `audited` says
-    that there are none. `tokens_per_second` is over all steps from 1 on; in a lossless run, whose rejected
-    drafts have no step, over the time from the first span of decoding to the end of the last.
+    Kind "prefill" is step 0 of a request; "mixed" is slow for some requests of the batch and fast for others. A kind's
+    unaudited steps are taken alone; `audited` says that there are none. `tokens_per_second` is over all steps from 1
+    on; in a lossless run, whose rejected drafts have no step, from the first span of decoding to the end of the last.
     """
     rows = request.query(f"""
         WITH batch_steps AS (
@@ -216,9 +212,8 @@ def _spanned_us(request: Request) -> float:
 def phases(request: Request) -> Row | None:
     """Share out the time of the prefill and of decoding over the innermost spans.
 
-    The whole is the forward passes and what is outside of them: sampling, shadow passes. "other" is what
-    passes took beyond their layers' spans. Spans on another stream may overlap and count on top. `step_us` is
-    the mean over the steps that have such a span.
+    The whole is the forward passes and what is outside of them; "other" is what passes took beyond their layers' spans.
+    Spans on another stream count on top. `step_us` is the mean over the steps that have such a span.
     """
     rows = request.query("""
         SELECT (request, step) IN (FROM prefills) AS prefill, stream, name, layer IS NULL AS outside,

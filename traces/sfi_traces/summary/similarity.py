@@ -41,9 +41,8 @@ def drift(supports: Supports) -> tuple[np.ndarray, np.ndarray]:
 def drift_facts(request: Request) -> Row | None:
     """Measure attention drift (SyncKV, Fig. 2a).
 
-    Has by `steps` the `mean` over requests, layers and heads and the number `n` behind it, and `bins` of steps 1, 2,
-    3-4, 5-8, ... A long trace has every n-th layer taken (`layers_taken`). None unless step 0 and a later one have
-    supports.
+    Has by `steps` the `mean` over requests, layers and heads and their number `n`, and `bins` of steps 1, 2, 3-4, ...
+    A long trace has every n-th layer taken. None unless step 0 and a later one have supports.
     """
     steps: list[np.ndarray] = []
     overlaps: list[np.ndarray] = []

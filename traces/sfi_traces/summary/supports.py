@@ -58,17 +58,13 @@ def stability(request: Request) -> dict[str, Any] | None:
 def audit_facts(request: Request) -> dict[str, Any] | None:
     """Measure the audited steps: retained mass and output error of fast ones, query cosine of all.
 
-    Slow steps retain 1 by definition and do not count. `heads` has every KV head, the lowest retained mass
-    first. `retained_mass_min` is of each KV head's query head that retains least; `top_1_read` is the share
-    of query heads whose most probable position was attended. None without supports.
+    `heads` has every KV head, the lowest retained mass first. `retained_mass_min` is of each KV head's query head that
+    retains least; `top_1_read` the share of query heads whose most probable position was attended. None if unaudited.
     """
+    fast = ("retained_mass", "retained_mass_min", "top_1_read", "output_error")
+    columns = "".join(f"{distribution(f'CASE WHEN NOT slow THEN {name} END')} AS {name}, " for name in fast)
     rows = request.query(f"""
-        SELECT layer,
-            {distribution("CASE WHEN NOT slow THEN retained_mass END")} AS retained_mass,
-            {distribution("CASE WHEN NOT slow THEN retained_mass_min END")} AS retained_mass_min,
-            {distribution("CASE WHEN NOT slow THEN top_1_read END")} AS top_1_read,
-            {distribution("CASE WHEN NOT slow THEN output_error END")} AS output_error,
-            {distribution("query_cosine")} AS query_cosine
+        SELECT layer, {columns} {distribution("query_cosine")} AS query_cosine
         FROM chosen_supports JOIN chosen_steps USING (request, step)
         GROUP BY GROUPING SETS ((), (layer)) ORDER BY layer NULLS FIRST
     """)  # noqa: S608 - our own words
@@ -138,9 +134,8 @@ def by_head(request: Request, values: str, source: str) -> Row:
 def query_cosine(request: Request) -> Row | None:
     """Average the cosine of each step's query with the one before, by layer and KV head (FreeKV, C_i).
 
-    `below` has the share of values under each of `thresholds`, where FreeKV would correct with that tau.
-    `heads` has the lowest mean first, `lowest` the course over the steps of the first four. None where no audited
-    step has a query before it.
+    `below` has the share under each of `thresholds`, where FreeKV would correct with that tau; `heads` the lowest mean
+    first; `lowest` the course over the steps of the first four. None where no audited step has a query before it.
 
     Paper gap: FreeKV's Figure 3 shows attention heads; a trace has C_i pooled over the query heads of a KV
     head, which is what FreeKV compares with tau.

@@ -40,12 +40,9 @@ def check_model(model: Any, tokenizer: Any, trace: Trace) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """A trace's prompts, to run settings on as they were recorded.
+    """A trace's prompts, `rows` of token ids, and its supports to predict from.
 
-    Attributes:
-        recorded: The supports to predict from.
-        rows: Token ids of each request.
-        expected: The right answer of the only request; None if unknown.
+    `expected` is the right answer of the only request; None if unknown.
     """
 
     trace: Trace
@@ -69,15 +66,10 @@ class Material:
         is_example = rows == [tokenizer(example.prompt)["input_ids"]]
         return cls(trace=trace, recorded=recorded, rows=rows, expected=example.answer if is_example else None)
 
-    @property
-    def max_new_tokens(self) -> int:
-        """Steps of the longest request."""
-        return max(request.steps for request in self.recorded)
-
 
 @dataclass(slots=True)
 class Tally:
-    """Results of one setting's runs, over all material."""
+    """Results of one setting's runs."""
 
     steps: list[Steps] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
@@ -93,11 +85,11 @@ class Tally:
 
     def confirmation(self) -> Confirmation:
         """Sum the runs up."""
-        known = [value for value in self.divergences if value is not None]
+        compared = len(self.divergences)
         return Confirmation(
             comparison=pooled(self.steps),
-            kl_next_token=sum(known) / len(known) if known else None,
-            argmax_agreement=sum(self.agreements) / len(known) if known else None,
+            kl_next_token=sum(self.divergences) / compared if compared else None,
+            argmax_agreement=sum(self.agreements) / compared if compared else None,
             decode_tokens_per_second=self.speed,
             exact_match=all(self.exact) if self.exact else None,
         )
@@ -105,17 +97,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmer:
-    """Runs settings for real on the prompts of traces.
-
-    Attributes:
-        top: Positions of an audited support.
-        engine: How prompts are read and steps are run; full attention runs without its device budget.
-    """
+    """Runs settings for real on the prompts of traces; full attention without the engine's device budget."""
 
     model: Any
     tokenizer: Any
     material: Sequence[Material]
-    top: int = AuditConfig().top
+    top: int = AuditConfig().top  # positions of an audited support
     engine: EngineOptions = DEFAULTS
 
     @classmethod
@@ -124,7 +111,7 @@ class Confirmer:
         for trace in tuning.traces:
             check_model(model, tokenizer, trace)
         pairs = zip(tuning.traces, tuning.recorded, strict=True)
-        material = [Material.of_trace(trace, recorded, tokenizer) for trace, recorded in pairs]
+        material = [Material.of_trace(*pair, tokenizer) for pair in pairs]
         top = min(request.top for request in tuning.requests)
         return cls(model=model, tokenizer=tokenizer, material=material, top=top, engine=engine)
 
@@ -136,21 +123,16 @@ class Confirmer:
     ) -> tuple[list[Confirmation], float]:
         """Run at least one setting, each with its policy: once audited, once more for its speed.
 
-        Before each run `on_run` is told how many are done, and of how many. Returns the settings'
-        confirmations, and full attention's tokens per second.
-
-        Raises KeyboardInterrupt for Ctrl-C, `SfiError` if a run failed.
+        Before each run `on_run` is told how many are done, and of how many. Returns the settings' confirmations, and
+        full attention's tokens per second. Raises KeyboardInterrupt for Ctrl-C, `SfiError` if a run failed.
         """
         tallies, dense = [Tally() for _ in configs], Tally()
         total, done = len(self.material) * (len(configs) + 1), 0
         for prompts in self.material:
+            capacity = max(map(len, prompts.rows)) + max(request.steps for request in prompts.recorded)
+            window = max(config.window_prefill for config in configs)
             shared = read_prompt(
-                self.model,
-                self.tokenizer,
-                prompts.rows,
-                capacity=max(map(len, prompts.rows)) + prompts.max_new_tokens,
-                window=max(config.window_prefill for config in configs),
-                engine=self.engine,
+                self.model, self.tokenizer, prompts.rows, capacity=capacity, window=window, engine=self.engine
             )
             on_run(done, total)
             self._timed(prompts, configs[0], "full-kv", shared, dense)
@@ -185,8 +167,9 @@ class Confirmer:
         manifest = prompts.trace.manifest
         result = generate(
             self.model, self.tokenizer, prompts.rows, config, policy=policy,
-            max_new_tokens=prompts.max_new_tokens, sampling=Sampling(**(manifest.get("sampling") or {})),
-            seed=manifest.get("seed") or 0, shared=shared, engine=engine_for(policy, self.engine), **watched,
+            max_new_tokens=max(request.steps for request in prompts.recorded),
+            sampling=Sampling(**(manifest.get("sampling") or {})), seed=manifest.get("seed") or 0, shared=shared,
+            engine=engine_for(policy, self.engine), **watched,
         )  # fmt: skip
         if result.interrupted:
             raise KeyboardInterrupt

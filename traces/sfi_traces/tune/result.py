@@ -1,7 +1,9 @@
 """The result of a search: the front, the choice, confirmations; written as a document, a file and a figure."""
 
 import json
+import logging
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -16,11 +18,7 @@ from sfi_traces.model.trace import Row
 from sfi_traces.replay import SCAN, Comparison, Outcome, Setting
 from sfi_traces.replay.setting import uses
 from sfi_traces.tune.space import NamedSet
-from sfi_traces.tune.tuning import Candidate, Tuning, choose, even_places, search
-
-SHOWN = ("slow_rate", "retained_mass", "retained_mass_upper", "retained_mass_p5", "read_ratio",
-         "bytes_per_token", "speedup")  # fmt: skip
-MEASURED = ("kl_next_token", "argmax_agreement", "decode_tokens_per_second", "exact_match")
+from sfi_traces.tune.tuning import Candidate, Tuning, choose, costs, even_places, none_keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,18 +44,13 @@ class Confirmation:
         """Predicted retained mass (lower bound) less the measured one."""
         return self.comparison.predicted.retained_mass - self.comparison.measured.retained_mass
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """Plain values, for JSON."""
-        compared = self.comparison
-        return {
-            "predicted": asdict(compared.predicted),
-            "measured": asdict(compared.measured),
-            "steps": sum(request.steps for request in compared.requests),
-            "recorded_steps": sum(request.recorded_steps for request in compared.requests),
-            "same_schedule": compared.same_schedule,
-            "error": self.error,
-            **{name: getattr(self, name) for name in MEASURED},
-        }
+        row = asdict(self)
+        compared = row.pop("comparison")
+        requests = compared.pop("requests")
+        counts = {name: sum(request[name] for request in requests) for name in ("steps", "recorded_steps")}
+        return {**compared, **counts, "error": self.error, **row}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +85,8 @@ class TuneResult:
     ) -> Self:
         """Run `count` settings for real, evenly over the front and including the chosen one.
 
-        If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen
-        instead. `run` is a `Confirmer`, which takes configs and policies: it returns the confirmations and full
-        attention's tokens per second. Ctrl-C leaves the result as it was.
+        If the chosen one breaks a limit or gives a wrong answer, a confirmed one that does not is chosen instead. `run`
+        is a `Confirmer`. Ctrl-C leaves the result as it was.
         """
         places = even_places(len(self.front), count, self.chosen)
         policies = [_policy(self.front[place].setting) for place in places]
@@ -127,14 +119,10 @@ class TuneResult:
             "steps": sum(request.steps for request in tuning.requests),
             "space": tuning.space.to_dict(),
             "trigger_sets": [
-                {
-                    "name": named.name,
-                    "token_ids": sorted(named.token_ids),
-                    "strings": named.strings and list(named.strings),
-                }
+                {"name": named.name, "token_ids": sorted(named.token_ids), "strings": named.strings}
                 for named in tuning.space.sets.values()
             ],
-            "limits": {"min_retained": tuning.limits.min_retained, "max_read": tuning.limits.max_read},
+            "limits": asdict(tuning.limits),
             "trials": len(trials),
             "distinct_trials": len({json.dumps(t.params, sort_keys=True) for t in trials}),
             "points": [[bytes_, -mass] for bytes_, mass in (trial.values for trial in trials)],
@@ -156,10 +144,6 @@ class TuneResult:
         """Return the chosen settings and their provenance, for `--config`."""
         document, chosen = self.document(), self.front[self.chosen]
         ran = next((row for row in document["confirmed"] if row["place"] == self.chosen), None)
-        confirmed = ran and {
-            **{name: ran["measured"][name] for name in SHOWN},
-            **{k: v for k, v in ran.items() if k not in ("place", "predicted", "measured")},
-        }
         searched = [name for name in self.tuning.space.axes if uses(chosen.setting.policy, name)]
         return tuned_toml(
             self.config(self.chosen),
@@ -179,15 +163,46 @@ class TuneResult:
                     {"path": str(t.path), "created": t.manifest["created"], "policy": t.manifest["policy"]}
                     for t in self.tuning.traces
                 ],
-                "predicted": {name: getattr(chosen.outcome, name) for name in SHOWN},
-                "confirmed": confirmed,
+                "predicted": asdict(chosen.outcome),
+                "confirmed": ran and {k: v for k, v in ran.items() if k not in ("place", "predicted")},
             },
         )
 
 
 def find(tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int], None] = lambda _: None) -> TuneResult:
-    """Search as `search` does, and choose; the front is empty only after Ctrl-C."""
-    study, front, interrupted = search(tuning, trials, seed=seed, on_trial=on_trial)
+    """Try so many settings, at first the trace's own, and choose; the same seed tries the same ones.
+
+    `on_trial` is told how many trials are done. Ctrl-C ends the search; only then the front may be empty.
+
+    Raises `SfiError` if no trial keeps the limits.
+    """
+    import optuna  # noqa: PLC0415 - an extra
+
+    optuna.logging.set_verbosity(logging.CRITICAL)
+    settings: list[Setting] = []
+    interrupted = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+        if first := tuning.space.base_values():
+            study.enqueue_trial(first)
+        try:
+            for number in range(trials):
+                trial = study.ask()
+                settings.append(tuning.space.setting(trial))
+                outcome = tuning.outcome(settings[-1])
+                for name, value in tuning.limits.violations(outcome).items():
+                    trial.set_constraint(name, value)
+                study.tell(trial, costs(outcome))
+                on_trial(number + 1)
+        except KeyboardInterrupt:
+            interrupted = True
+        best = {settings[trial.number].key: settings[trial.number] for trial in study.best_trials}
+    if not best and not interrupted:
+        raise none_keeps(tuning.limits, [tuning.outcome(setting) for setting in settings])
+    front = [Candidate(setting=setting, outcome=tuning.outcome(setting)) for setting in best.values()]
+    front.sort(key=lambda candidate: costs(candidate.outcome))
     chosen, rule = choose(front, tuning.limits) if front else (0, "")
     return TuneResult(tuning=tuning, study=study, front=front, chosen=chosen, rule=rule, interrupted=interrupted)
 
@@ -268,23 +283,16 @@ def plot_tuning(document: Row, path: Path, *, kind: str) -> None:
 
 def _draw_runs(axes: Any, document: Row) -> None:
     # a run whose tokens soon differ is comparable on a few steps only, and is drawn where it was predicted
-    looks = {
-        "measured": ("x", "tab:orange"),
-        "WRONG answer when it ran": ("X", "tab:red"),
-        "other tokens when it ran": ("P", "tab:purple"),
-    }
-    places: dict[str, list[tuple[float, float]]] = {label: [] for label in looks}
+    looks = {"measured": ("x", "tab:orange"), "WRONG answer": ("X", "tab:red"), "other tokens": ("P", "tab:purple")}
+    places: dict[str, list[tuple[float, float]]] = {}
     for run in document["confirmed"]:
-        predicted = _place(document["front"][run["place"]])
-        if run["exact_match"] is False:
-            places["WRONG answer when it ran"].append(predicted)
-        elif run["steps"] < run["recorded_steps"]:
-            places["other tokens when it ran"].append(predicted)
-        else:
-            places["measured"].append(_place(run["measured"]))
-    for label, (marker, color) in looks.items():
-        if places[label]:
-            axes.scatter(*zip(*places[label], strict=True), s=60, marker=marker, color=color, label=label, zorder=5)
+        differs = run["exact_match"] is False or run["steps"] < run["recorded_steps"]
+        name = "measured" if not differs else "WRONG answer" if run["exact_match"] is False else "other tokens"
+        row = document["front"][run["place"]] if differs else run["measured"]
+        places.setdefault(name, []).append(_place(row))
+    for name, points in places.items():
+        label, (marker, color) = name if name == "measured" else f"{name} when it ran", looks[name]
+        axes.scatter(*zip(*points, strict=True), s=60, marker=marker, color=color, label=label, zorder=5)
 
 
 def _place(row: Row) -> tuple[float, float]:

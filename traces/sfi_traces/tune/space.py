@@ -25,16 +25,11 @@ PUNCTUATION: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSet:
-    """A trigger set.
-
-    Attributes:
-        token_ids: T_trig; for `strings` only the ids that the traces generated, all that a replay needs.
-        strings: Strings that a tokenizer turns into the set; None if only ids are known.
-    """
+    """A trigger set."""
 
     name: str
-    token_ids: frozenset[int]
-    strings: tuple[str, ...] | None = None
+    token_ids: frozenset[int]  # T_trig; for `strings` only the ids that the traces generated, all that a replay needs
+    strings: tuple[str, ...] | None = None  # that a tokenizer turns into the set; None if only ids are known
 
 
 def trigger_sets_of(
@@ -114,9 +109,7 @@ class Space:
     def of(
         cls, base: Setting, recorded: Sequence[Supports], sets: Sequence[NamedSet], given: Mapping[str, str]
     ) -> Self:
-        """Combine given dimensions, values or ranges as `Axis.parse` reads them, with the default ones.
-
-        The traces' supports limit the budget; the first trigger set is the trace's own.
+        """Combine given dimensions, texts that `Axis.parse` reads, with the default ones.
 
         Raises `ConfigError` for a value that cannot run or has no effect, or if there is nothing to choose;
         `TraceError` for a budget beyond the audit's.

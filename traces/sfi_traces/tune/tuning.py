@@ -1,8 +1,6 @@
-"""A tuning: traces, search space and limits; the search, an Optuna study; its front, and what to choose of it."""
+"""A tuning: traces, search space and limits; and what to choose of a front."""
 
-import logging
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from itertools import chain
@@ -69,19 +67,11 @@ class Tuning:
 
     @classmethod
     def of(
-        cls,
-        traces: Sequence[Trace],
-        *,
-        axes: Mapping[str, str],
-        trigger_sets: Mapping[str, Sequence[str]],
-        limits: Limits,
+        cls, traces: Sequence[Trace], axes: Mapping[str, str], trigger_sets: Mapping[str, Sequence[str]], limits: Limits
     ) -> Self:
-        """Read traces, and lay out the search space.
+        """Read traces, and lay out the search space; the first trace gives what is not searched.
 
-        The traces, at least one, are audited at every step and of one model; the first gives what is not
-        searched. `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of
-        the default sets.
-
+        `axes` has values or ranges by setting, `trigger_sets` trigger strings by name in place of the default sets.
         Raises `TraceError` for a trace without an audit or tokens, of another model, or a budget beyond the audit's;
         `ConfigError` for a setting out of range, or if there is nothing to choose.
         """
@@ -122,65 +112,17 @@ def check_optuna() -> None:
             raise not_installed("tuning needs", package, "tune")
 
 
-def search(
-    tuning: Tuning, trials: int, *, seed: int = 0, on_trial: Callable[[int], None] = lambda _: None
-) -> tuple[Any, list[Candidate], bool]:
-    """Try so many settings, at first the trace's own; the same seed tries the same ones.
-
-    `on_trial` is told how many trials are done. Returns the study, in memory; the settings that keep the limits and
-    that no other trial beats, cheapest first, each once; and whether Ctrl-C ended it.
-
-    Raises `SfiError` if no trial keeps the limits.
-    """
-    import optuna  # noqa: PLC0415 - an extra
-
-    optuna.logging.set_verbosity(logging.CRITICAL)
-    settings: list[Setting] = []
-    interrupted = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        sampler = optuna.samplers.TPESampler(seed=seed)
-        study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
-        if first := tuning.space.base_values():
-            study.enqueue_trial(first)
-        try:
-            for number in range(trials):
-                trial = study.ask()
-                settings.append(tuning.space.setting(trial))
-                outcome = tuning.outcome(settings[-1])
-                for name, value in tuning.limits.violations(outcome).items():
-                    trial.set_constraint(name, value)
-                study.tell(trial, costs(outcome))
-                on_trial(number + 1)
-        except KeyboardInterrupt:
-            interrupted = True
-        best = {settings[trial.number].key: settings[trial.number] for trial in study.best_trials}
-    if not best and not interrupted:
-        raise _none_keeps(tuning.limits, [tuning.outcome(setting) for setting in settings])
-    front = [Candidate(setting=setting, outcome=tuning.outcome(setting)) for setting in best.values()]
-    return study, sorted(front, key=lambda candidate: costs(candidate.outcome)), interrupted
-
-
-def _none_keeps(limits: Limits, outcomes: Sequence[Outcome]) -> SfiError:
-    # says how close the best trial comes to the limits
+def none_keeps(limits: Limits, outcomes: Sequence[Outcome]) -> SfiError:
+    """Return the error of a search without a front: says how close the best trial comes to the limits."""
     closest = min(outcomes, key=lambda outcome: sum(max(0.0, value) for value in limits.violations(outcome).values()))
-    wanted, got = [], []
-    if limits.min_retained is not None:
-        wanted.append(f"keep at least {limits.min_retained:g}")
-        got.append(f"keeps {closest.retained_mass:.4g}")
-    if limits.max_read is not None:
-        wanted.append(f"read at most {limits.max_read:g}")
-        got.append(f"reads {closest.read_ratio:.4g}")
-    rule, best = " and ".join(wanted), " and ".join(got)
-    return SfiError(f"a trial must {rule}, got none in {len(outcomes)}: the closest {best}")
+    words = {"min_retained": "keep at least", "max_read": "read at most"}
+    rule = " and ".join(f"{text} {getattr(limits, name):g}" for name, text in words.items() if getattr(limits, name))
+    got = f"keeps {closest.retained_mass:.4g} and reads {closest.read_ratio:.4g}"
+    return SfiError(f"a trial must {rule}, got none in {len(outcomes)}: the closest {got}")
 
 
 def choose(front: Sequence[Candidate], limits: Limits) -> tuple[int, str]:
-    """Choose a setting of the front; return its place and the rule.
-
-    With a least retained mass it is the cheapest, since all settings of a feasible front retain enough. With
-    only a limit of what is read it is the one that retains most; without limits the knee.
-    """
+    """Choose a setting of a front that keeps the limits; return its place and the rule."""
     table = np.array([costs(candidate.outcome) for candidate in front])
     if limits.min_retained is not None:
         return int(table[:, 0].argmin()), RULES["min-retained"]

@@ -26,8 +26,8 @@ def facts(document: Row) -> Iterator[Fact]:
     yield Fact("slow steps", percent(steps["slow_share"]), f"{steps['slow']:,} of {steps['steps']:,} ({reasons})")
     yield Fact("cache read", *_cache_read(steps, lossless=bool(lossless)))
     if lossless:
-        kept = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens"
-        yield Fact("drafts kept", percent(lossless["acceptance"]), kept)
+        drafts = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens"
+        yield Fact("drafts kept", percent(lossless["acceptance"]), drafts)
         passes = f"in {number(lossless['passes_per_token'], 2)} passes a token"
         yield Fact("tokens a verification", number(lossless["tokens_per_verification"], 2), passes)
     if logits := document["logits"]:

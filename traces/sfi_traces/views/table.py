@@ -27,12 +27,11 @@ class Table:
     @classmethod
     def of(cls, title: str, columns: Columns, rows: Iterable[Row], **more: Any) -> Self:
         """Write the columns of each row."""
-        return cls(title, (*columns,), [[written(column, row) for column in columns.values()] for row in rows], **more)
-
-
-def written(column: Column, row: Row) -> str:
-    """Write a row's cell of a column."""
-    return column(row) if callable(column) else column[0](row[column[1]])
+        cells = [
+            [column(row) if callable(column) else column[0](row[column[1]]) for column in columns.values()]
+            for row in rows
+        ]
+        return cls(title, (*columns,), cells, **more)
 
 
 def number(value: float | None, digits: int = 3) -> str:

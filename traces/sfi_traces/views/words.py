@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
 from sfi_core.errors import ConfigError, TraceError
 from sfi_traces.model.request import Request
 from sfi_traces.model.selections import StepMass, StepReads
-from sfi_traces.model.trace import Place
+from sfi_traces.model.trace import Place, Row
 
 GAP, LONG, LONGEST = 2, 24, 64  # see above
 ENDS = (".", "!", "?", "\n")
@@ -42,45 +41,11 @@ class Passage:
     share: float
     mass: float | None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepWords:
-    """What a step read.
-
-    Attributes:
-        reason: Why it was slow; "" for a fast step.
-        attended: Tokens read per KV head, the mean over all layers, as recorded.
-        places: Layers and KV heads of full-attention layers; `audited` are those whose mass the trace has.
-        refreshed: Steps whose selections the step read.
-        passages: What it read; sorted by mass, then by number of places.
-        missed: What dense attention attended to and the step did not read, most mass first; empty without masses.
-        dense: The step's row of the table `logits`; None if the step was not compared.
-        notes: What the trace leaves open.
-    """
-
-    step: int
-    slow: bool
-    reason: str
-    token: str
-    context: int
-    attended: float
-    audited: list[Place]
-    places: list[Place]
-    refreshed: list[int]
-    passages: list[Passage]
-    missed: list[Passage]
-    dense: dict[str, Any] | None
-    masses: bool
-    notes: list[str]
-
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """Return plain values; layers and KV heads as `{"layer": 0, "heads": [0, 1]}`."""
-        document = asdict(self) | {"audited": _by_layer(self.audited), "places": _by_layer(self.places)}
-        for name in ("passages", "missed"):
-            for row, passage in zip(document[name], getattr(self, name), strict=True):
-                row |= {"places": _by_layer(passage.places), "heads": len(passage.places)}
-                del row["share"]
-        return document
+        row = asdict(self) | {"places": _by_layer(self.places), "heads": len(self.places)}
+        del row["share"]
+        return row
 
 
 def text_of(request: Request) -> list[str]:
@@ -93,8 +58,13 @@ def text_of(request: Request) -> list[str]:
     return request.words
 
 
-def step_words(request: Request, step: int) -> StepWords:
-    """Find what a step read.
+def step_words(request: Request, step: int) -> Row:
+    """Find what a step read, as the document of `sfi trace show --step`.
+
+    `passages` is what it read, sorted by mass, then by number of places; `missed` what dense attention attended to and
+    the step did not read, empty without masses. `attended` is the mean over all layers, as recorded; `audited` the
+    places whose mass the trace has; `refreshed` the steps whose selections were read; `dense` the row of the table
+    `logits`, None if the step was not compared; `notes` what the trace leaves open.
 
     Raises `ConfigError` for a step that the request lacks; `TraceError` without text, or without the positions of
     selections of a fast step.
@@ -110,22 +80,23 @@ def step_words(request: Request, step: int) -> StepWords:
         )
     texts = text_of(request)
     mass = StepMass.of(request.support_rows.at(step), read) if request.trace.masses else StepMass({})
-    return StepWords(
-        step=step,
-        slow=bool(steps.slow[row]),
-        reason=steps.reason[row],
-        token=steps.text[row],
-        context=int(steps.context[row]),
-        attended=float(steps.attended[row]),
-        audited=list(mass.by_place),
-        places=list(read.places),
-        refreshed=read.refreshed,
-        passages=_ranked(read_passages(texts, read, mass)),
-        missed=_ranked(missed_passages(texts, read, mass)),
-        dense=request.compared.get(step),
-        masses=request.trace.masses,
-        notes=list(_notes(request, row, read)),
-    )
+    missed = _cut(MISSED, texts, mass.marks(read=False), mass.weight(read.context, read=False), read.context)
+    return {
+        "step": step,
+        "slow": bool(steps.slow[row]),
+        "reason": steps.reason[row],
+        "token": steps.text[row],
+        "context": int(steps.context[row]),
+        "attended": float(steps.attended[row]),
+        "audited": _by_layer(list(mass.by_place)),
+        "places": _by_layer(read.places),
+        "refreshed": read.refreshed,
+        "passages": _ranked(read_passages(texts, read, mass)),
+        "missed": _ranked(missed),
+        "dense": request.compared.get(step),
+        "masses": request.trace.masses,
+        "notes": list(_notes(request, row, read)),
+    }
 
 
 def _notes(request: Request, row: int, read: StepReads) -> Iterator[str]:
@@ -166,12 +137,6 @@ def read_passages(texts: Sequence[str], reads: StepReads, mass: StepMass) -> lis
     return passages
 
 
-def missed_passages(texts: Sequence[str], reads: StepReads, mass: StepMass) -> list[Passage]:
-    """Return what dense attention attended to and the step did not read."""
-    weight = mass.weight(reads.context, read=False)
-    return _cut(MISSED, texts, mass.marks(read=False), weight, reads.context)
-
-
 def _cut(
     part: str, texts: Sequence[str], marks: dict[Place, np.ndarray], weight: np.ndarray | None, context: int,
     first: int = 0, end: int | None = None,
@@ -210,13 +175,14 @@ def _passage(
     return Passage(part=part, first=first, last=last, text=text, tokens=tokens, places=places, share=share, mass=mass)
 
 
-def _by_layer(places: Sequence[Place]) -> list[dict[str, Any]]:
+def _by_layer(places: Sequence[Place]) -> list[Row]:
     layers = groupby(sorted(places), itemgetter(0))
     return [{"layer": layer, "heads": [head for _, head in of_layer]} for layer, of_layer in layers]
 
 
-def _ranked(passages: list[Passage]) -> list[Passage]:
-    return sorted(passages, key=lambda passage: (-(passage.mass or 0.0), -len(passage.places), passage.first))
+def _ranked(passages: list[Passage]) -> list[Row]:
+    ranked = sorted(passages, key=lambda passage: (-(passage.mass or 0.0), -len(passage.places), passage.first))
+    return [passage.to_dict() for passage in ranked]
 
 
 def _edges(at: list[int], texts: Sequence[str]) -> list[tuple[int, int]]:

@@ -27,7 +27,7 @@ def replay_settings(
     trigger_sets: list[str] | None,
     note: Callable[[str], None],
 ) -> list[Setting]:
-    """Combine values by setting, with commas between, as the user wrote them, into the settings to replay.
+    """Combine values by setting, as the user wrote them, into the settings to replay; `note` takes a line for the user.
 
     `trigger_token_ids` among them belong to the set of `triggers`; `trigger_sets` are others, `NAME=A B C` each. Raise
     `ConfigError` for an invalid value or an option without effect, `TraceError` for triggers of a redacted trace.
@@ -116,10 +116,10 @@ def reuse_document(trace: Trace, part: Row, every: Sequence[int], settings: Sequ
     schedules += [(None, setting) for setting in settings]
     recorded, rows = Supports.load(trace, **part), []
     for count, setting in _each("schedules", schedules, quiet=quiet):
-        reused = reuse(recorded, [schedule(supports, setting) for supports in recorded])
         values = setting.to_dict()
         when = {name: values[name] for name in ("policy", *RULES[setting.policy])}
-        rows.append({"every": count, **when, **asdict(reused)})
+        reused = reuse(recorded, [schedule(supports, setting) for supports in recorded])
+        rows.append({"every": count, **when, **reused})
     return {**_described(trace, recorded), "masses": trace.masses, "chance": chance(recorded), "rows": rows}
 
 

@@ -3,7 +3,9 @@
 import asyncio
 import signal
 from contextlib import suppress
+from typing import Any
 
+import numpy as np
 from rich.style import Style
 from rich.text import Text
 from textual import on
@@ -56,7 +58,7 @@ class PlayerApp(App[None]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (90, "-wide")]  # noqa: RUF012 - as Textual has them
     CSS = """
     #about, #measures, #state { height: 1; }
-    #strips { height: 3; }
+    #strips { height: 2; }
     #state { text-align: right; color: $text-muted; }
     #body { height: 1fr; }
     #text { width: 3fr; height: 1fr; overflow: hidden; }
@@ -205,7 +207,7 @@ def text_around(request: Request, step: int, room: int, width: int) -> Text:
         return shown
 
     current = prompt + step
-    sentence = prompt + frames.sentence_begin(request, step)
+    sentence = prompt + int(np.argmax(steps.sentence == steps.sentence[step]))
     read: dict[int, str] = {}
     if not memory.slow_N[step]:
         read |= dict.fromkeys(range(memory.sink), "sink")
@@ -233,9 +235,9 @@ def _passage(passage: Passage) -> Text:
     return shown.append(f"\n{text}") if text else shown
 
 
-def head(request: Request, frame: frames.Frame) -> Text:
+def head(request: Request, frame: dict[str, Any]) -> Text:
     """Write a line: the step's number, why it is slow or fast, and how much it reads."""
-    row = frame.row
+    row = frame["row"]
     kind = f"slow ({row['reason']})" if row["slow"] else f"fast, {row['steps_since_slow']} since slow"
     line = Text(f"step {row['step']} of {len(request.steps) - 1}  ", no_wrap=True, overflow="ellipsis")
     line.append(kind, style="bold red" if row["slow"] else "bold green")
@@ -250,28 +252,27 @@ def blanked(text: str) -> str:
 
 
 def strips(request: Request, step: int, width: int) -> list[Text]:
-    """Draw three lines over the context: the support, its changes, and the memory."""
+    """Draw two lines over the context: the support, and the memory."""
     strip = frames.strip(request, step, max(1, width - LABEL - 1))
-    most = max(float(strip.mass.max()), 1e-9)
-    levels = [round((value / most) ** 0.5 * (len(SHADES) - 1)) for value in strip.mass.tolist()]
-    support = "".join(SHADES[level] for level in levels) if frames.is_audited(request, step) else "not audited"
-    changed = Text()
-    for added, removed in zip(strip.added.tolist(), strip.removed.tolist(), strict=True):
-        changed.append("+" if added else "-" if removed else " ", style="green" if added else "red")
-    parts = zip(strip.sink.tolist(), strip.recent.tolist(), strip.selected.tolist(), strict=True)
+    most = max(float(strip["mass"].max()), 1e-9)
+    levels = [round((value / most) ** 0.5 * (len(SHADES) - 1)) for value in strip["mass"].tolist()]
+    audited = request.support_rows.last(step) == step
+    support = "".join(SHADES[level] for level in levels) if audited else "not audited"
+    parts = zip(*(strip[name].tolist() for name in ("sink", "recent", "selected")), strict=True)
     memory = "".join("s" if sink else "r" if recent else "." if selected else " " for sink, recent, selected in parts)
-    rows = (("support", Text(support, style="cyan")), ("changed", changed), ("memory", Text(memory, style="yellow")))
+    rows = (("support", Text(support, style="cyan")), ("memory", Text(memory, style="yellow")))
     return [Text(f"{name:<{LABEL}}", no_wrap=True).append(row) for name, row in rows]
 
 
-def measures(frame: frames.Frame) -> Text:
+def measures(frame: dict[str, Any]) -> Text:
     """Write the line of what the audit measured; empty for a step that was not audited."""
-    named = (
-        ("retained mass {:.3f}", frame.measures["retained_mass"]),
-        ("overlap {:.3f} with the last step", frame.measures["overlap_previous_step"]),
-        ("{:.3f} with the last slow step", frame.measures["overlap_last_refresh"]),
-        ("lambda* {:.3f}", frame.lambda_star),
-    )
-    line = "  ".join(text.format(value) for text, value in named if value is not None)
-    dense = "" if frame.dense is None else f"full attention: {dense_words(frame.dense)}  "
+    named = {
+        "retained_mass": "retained mass {:.3f}",
+        "overlap_previous_step": "overlap {:.3f} with the last step",
+        "overlap_last_refresh": "{:.3f} with the last slow step",
+        "lambda_star": "lambda* {:.3f}",
+    }
+    values = frame["measures"]
+    line = "  ".join(text.format(values[name]) for name, text in named.items() if values[name] is not None)
+    dense = "" if frame["dense"] is None else f"full attention: {dense_words(frame['dense'])}  "
     return Text.assemble((dense, OTHER), line, no_wrap=True, overflow="ellipsis")

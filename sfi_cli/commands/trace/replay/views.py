@@ -15,7 +15,6 @@ SETTINGS = {  # heading of a setting's column
 }  # fmt: skip
 SPARE = ("worst", "p5", "at most", "MB/token", "overlap")  # columns of an outcome
 KEPT = "kept: retained mass of fast steps, at least, mean and p5; worst: with its request, step, layer and head."
-MOST_LAYERS = 12  # the table by layer shows those with the least recall
 LEGEND = (
     "recall: share of a step's own selection that is in the reused one, mean over the steps that reuse, their layers "
     "and heads; with new tokens: if all tokens since are read besides; worst: with its request, step, layer and head."
@@ -134,35 +133,12 @@ OUTCOME: Columns = {
 
 
 def reuse_text(document: Row) -> list[Part]:
-    """Return a row for each schedule, and the recall of the worst layers."""
+    """Return a row for each schedule."""
     masses = document["masses"]
     random = f"A random selection would have a recall of {number(document['chance'])}."
     columns = REUSED | (MASSES if masses else {})
-    spare = ("worst", "p5", "worst layer", "saved")
-    rows = Table.of("Selections reused", columns, document["rows"], spare=spare)
-    parts: list[Part] = [heading(document), rows, LEGEND, random]
-    parts += [LEGEND_MASSES] if masses else ["mass: not recorded."]
-    if len(document["layers"]) > 1:
-        parts += ["", _layers_table(document)]
-    return parts
-
-
-def _worst_layer(row: Row) -> str:
-    layer = row["worst_layer"]
-    of_layer = {layer["layer"]: layer["recall"] for layer in row["layers"]}
-    return "-" if layer is None else f"{number(of_layer[layer])} ({layer})"
-
-
-def _layers_table(document: Row) -> Table:
-    # a row for each layer, a column for each schedule
-    rows = [row for row in document["rows"] if row["reused_steps"]]
-    by_layer = [{layer["layer"]: layer["recall"] for layer in row["layers"]} for row in rows]
-    recall = {layer: [shares[layer] for shares in by_layer] for layer in document["layers"]}
-    worst = sorted(recall, key=lambda layer: [1.0 if share is None else share for share in recall[layer]])
-    shown = sorted(worst[:MOST_LAYERS])
-    title = "Recall by layer" + (f", the {len(shown)} lowest of {len(recall)}" if len(shown) < len(recall) else "")
-    cells = [[str(layer), *map(number, recall[layer])] for layer in shown]
-    return Table(title, ("layer", *map(_name, rows)), cells)
+    rows = Table.of("Selections reused", columns, document["rows"], spare=("worst", "p5", "saved"))
+    return [heading(document), rows, LEGEND, random, LEGEND_MASSES if masses else "mass: not recorded."]
 
 
 def _name(row: Row) -> str:
@@ -180,7 +156,6 @@ REUSED: Columns = {
     "recall": (number, "recall"),
     "p5": (number, "recall_p5"),
     "with new tokens": (number, "recall_with_new"),
-    "worst layer": _worst_layer,
     "worst": lambda row: worst_cell(row, "recall"),
 }
 MASSES: Columns = {"mass": (number, "retained_mass"), "of its own": (number, "own_mass")}
