@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from sfi_core.engine.attend import attend, lacking, prepare
+from sfi_core.engine.attend import attend, prepare_layers
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
@@ -120,9 +120,7 @@ class CompiledSteps:
             run.policy.key_width = int(self._step_X[Step.WIDTH])
             for index in self._sparse:
                 run.codes(index, group)
-            lacks = self._sparse and lacking(run, self._sparse[0], run.batch_pass.fast, run.requests)
-            for index in self._sparse if lacks else ():
-                prepare(Layer(run, index, **run.options[index]), group, run.batch_pass.fast, run.requests)
+            prepare_layers(run, self._sparse, run.batch_pass.fast, run.requests)
         tensors = [run.store.pages(index).key_PHND for index in self._layers]
         if self._attends and (run.policy.selects or run.batch_pass.fast):
             tensors += [run.segment(index).position_BHS for index in self._sparse]

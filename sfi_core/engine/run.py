@@ -9,18 +9,9 @@ from typing import Any
 import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
+from sfi_core.engine import ledger
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
-from sfi_core.engine.ledger import (
-    Meter,
-    Reads,
-    RequestPass,
-    Shape,
-    close_step,
-    enter,
-    plan_step,
-    step_fields,
-    step_shape,
-)
+from sfi_core.engine.ledger import Meter, Reads, RequestPass, Shape
 from sfi_core.engine.maintenance import Maintenance, schedule
 from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
@@ -123,7 +114,7 @@ class Run:
     def begin_decode(self) -> None:
         """Enter the step whose input are the tokens last given to `record`, x_{t-1}."""
         assert self.recorded, "the last step's tokens have been noted"
-        self.begin(plan_step(self.policy, self.requests))
+        self.begin(ledger.plan_step(self.policy, self.requests))
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass; `passes` says what each request does in it."""
@@ -138,17 +129,16 @@ class Run:
         self.recorded, self.counting = False, None
         start = [state.length for state in self.requests]
         for request, state in zip(passes, self.requests, strict=True):
-            enter(state, request, self.policy)
+            ledger.enter(state, request, self.policy)
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.began = self.meter.ended  # the device has worked on this step since then
         if BeginStepEvent in self.observer.wants:
-            batch_pass, shape = self.batch_pass, self._shape()
+            batch_pass = self.batch_pass
             event = BeginStepEvent(
                 step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
                 fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
-                not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
-                moved_bytes=shape["moved_bytes"],
+                not_replayed=self.meter.not_replayed,
             )  # fmt: skip
             self.observer.on(event)
 
@@ -193,8 +183,8 @@ class Run:
         meter, shape = self.meter, {"elapsed_us": self.meter.lasted * 1e6, **self.shape()}
         for state, request, token in zip(self.requests, self.batch_pass.passes, token_B, strict=True):
             if request.generates:
-                fields = step_fields(state, self.step, self.reads(state), self.audit)
-                event = close_step(fields, state, token, **shape)
+                fields = ledger.step_fields(state, self.step, self.reads(state), self.audit)
+                event = ledger.close_step(fields, state, token, **shape)
                 state.tally.time_step(state.step, meter.began, meter.ended)
                 state.finished = token in self.stop_ids
                 self.observer.on(event)
@@ -306,9 +296,8 @@ class Run:
 
     def shape(self) -> Shape:
         """Return the fields of `StepEvent` that the pass's requests share, before they end their step, if wanted."""
-        return {"graphs": self.meter.replayed, **self._shape()} if StepEvent in self.observer.wants else {}
-
-    def _shape(self) -> dict[str, Any]:
+        if StepEvent not in self.observer.wants:
+            return {}
         batch_pass, policy, meter = self.batch_pass, self.policy, self.meter
         if meter.row_bytes[0] != len(self.layers):
             sizes = {layer: self.store.pages(layer).row_bytes for layer in self.layers}
@@ -322,4 +311,5 @@ class Run:
             return float(always * state.length + other * state.read(dense=state.slow))
 
         slow = [self.requests[row] for row in (*batch_pass.prompts, *batch_pass.slow)]
-        return step_shape(slow, [self.requests[row] for row in batch_pass.fast], moved)
+        shared = ledger.step_shape(slow, [self.requests[row] for row in batch_pass.fast], moved)
+        return {"graphs": meter.replayed, **shared}

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from sfi_core.engine.attend import count_attention, lacking, prepare, read
+from sfi_core.engine.attend import count_attention, prepare_layers, read
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.batch_pass import FreshDescriptors, Rows
 from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
@@ -22,7 +22,6 @@ from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import AHEAD, Observers
 from sfi_core.policies.base import Selection
-from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import SideStream
 from sfi_kernels.step_descriptor import sent
 
@@ -85,7 +84,7 @@ class StepGraphs:
         if buffers.launched:
             done = self._graphs[buffers.kind]
         else:
-            self._prepare(run.batch_pass.fast, run.requests)
+            prepare_layers(run, sorted(run.batch_codes), run.batch_pass.fast, run.requests)
             with run.observer.span("forward"):
                 W = buffers.descriptor.queries
                 padded = [[*[row[0]] * (W - len(row)), *row] for row in brought]
@@ -142,16 +141,10 @@ class StepGraphs:
         if graph is None:
             self._buffers.forget()
             return
-        self._prepare(self._buffers.descriptor.fast, states)
+        prepare_layers(self._run, sorted(self._run.batch_codes), self._buffers.descriptor.fast, states)
         with self._run.observer.span(AHEAD):
             self._token_BW.copy_(token_B[:, None])
             graph.repeat()
-
-    def _prepare(self, rows: Sequence[int], states: Sequence[RequestState]) -> None:
-        run, layers = self._run, sorted(self._run.batch_codes)
-        for index in layers if layers and lacking(run, layers[0], rows, states) else ():
-            group = run.batch_codes[index].recent_BHXGD.shape[3]
-            prepare(Layer(run, index, **run.options[index]), group, rows, states)
 
     def _do(self, kind: Kind) -> StepGraph:
         if kind not in self._graphs:
