@@ -67,7 +67,8 @@ class Audit:
             retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
             for head in layer.dense_heads.get(row, ()):
                 retained_HG[head] = 1.0
-            error_H = _error(layer, row, query_1HGD, out_HGE)
+            dense_HX = layer.dense(row, query_1HGD[:, :, :, None])[0, :, :, 0].float().flatten(1)
+            error_H = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(dim=1)
         last = self.queries.get((state.request, layer.index))
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
@@ -100,12 +101,6 @@ def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
     for head in layer.dense_heads.get(row, ()):
         read_HT[head] = True
     return read_HT
-
-
-def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:
-    dense_HX = layer.dense(row, query_1HGD[:, :, :, None])[0, :, :, 0].float().flatten(1)
-    error_H: torch.Tensor = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(dim=1)
-    return error_H
 
 
 def dense_twin(run: Run, count: int | None = None) -> Run:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -33,7 +33,7 @@ class Rows:
     _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     def head_pages(self, heads: int) -> torch.Tensor:
-        """Return the pages of each of `heads` KV heads, as `KVStore.norms_of` takes them; call on one stream only."""
+        """Return the pages of each of `heads` KV heads, as `KVStore.norms` takes them; call on one stream only."""
         if heads not in self._head_pages:
             head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
             self._head_pages[heads] = self.table_RP[:, None] * heads + head_H1
@@ -109,25 +109,19 @@ class Requests(NamedTuple):
     dense: list[StepRequest] | None
 
 
-class Descriptors(Protocol):
-    """Writes the descriptors of a pass."""
-
-    launched: bool  # whether the device began the pass under way before the host described it
-
-    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
-
-
 @dataclass(slots=True)
-class FreshDescriptors:
-    """Writes each pass's descriptors into new buffers, and plans the triton backend's work."""
+class Descriptors:
+    """Writes each pass's descriptors into new buffers, and plans the triton backend's work.
+
+    The pass under way was `launched` if the device began it before the host described it.
+    """
 
     store: KVStore
     device: torch.device
     launched: bool = False
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """See `Descriptors`."""
+        """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
         dense = None if known.dense is None else self._describe(known.dense)
         return self._describe(known.requests), dense
 

@@ -169,7 +169,7 @@ class Drafts:
         """Take every draft back at the end of the run: unverified tokens are not generated."""
         for state in self.run.requests:
             self._take_back(state)
-            self._observer.drop(state.request)
+            self._observer.keep(state.request, 0)
         self._steps.clear()
 
     def _block(self, state: RequestState, planned: str) -> Block:
@@ -229,12 +229,10 @@ class Drafts:
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])
         selects = run.policy.refreshes() and state.fresh
-        if run.policy.selects_before:  # each fast step made its own selection
-            self._observer.keep(state.request, state.step)
-        elif state.fresh:
+        if state.fresh and not run.policy.selects_before:
             self._observer.settle(state.request, state.step)
-        else:
-            self._observer.drop(state.request)
+        else:  # where each fast step made its own selection, those of accepted tokens
+            self._observer.keep(state.request, state.step if run.policy.selects_before else 0)
         event = VerificationEvent(
             request=state.request, step=state.step, batch_step=run.step, base=state.length - kept - 1,
             drafted=drafted, accepted=kept, reason=state.reason,

@@ -193,7 +193,7 @@ class Picker(ABC):
             # else OpenMP's threads spin into the next step
             picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
         running_B = [None if done else index for index, done in zip(index_X, finished_B, strict=True)]
-        token_B = self._read(picked_2B, row_X, running_B, self.ahead)
+        token_B = self._read(picked_2B, row_X, running_B, launches=True)
         pairs = list(zip(token_B, finished_B, strict=True))
         self.advance([[] if done else [token] for token, done in pairs])
         return [PAD if done else token for token, done in pairs]
@@ -244,22 +244,18 @@ class Picker(ABC):
         return self._ranks.settle(picked_2X)
 
     def _read(
-        self,
-        picked_2X: torch.Tensor,
-        row_X: Sequence[int],
-        index_X: Sequence[int | None],
-        ahead: Callable[[torch.Tensor], None] | None = None,
+        self, picked_2X: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int | None], *, launches: bool = False
     ) -> list[int]:
         # the tokens; without an index a row's score need not be finite. The copy to the host goes before the work of
-        # `ahead`, so that the host does not wait for that
+        # `ahead`, which a step `launches`, so that the host does not wait for that
         host, done = picked_2X, None
         if picked_2X.is_cuda:
             host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
             host.copy_(picked_2X, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(picked_2X.device))
-        if ahead is not None:
-            ahead(picked_2X[TOKEN])
+        if launches and self.ahead is not None:
+            self.ahead(picked_2X[TOKEN])
         if done is not None:
             done.synchronize()
         token_X, fine_X = host.tolist()

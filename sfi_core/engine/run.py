@@ -10,7 +10,7 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine import ledger
-from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
+from sfi_core.engine.batch_pass import BatchPass, Descriptors, Rows, known_requests
 from sfi_core.engine.ledger import Meter, Reads, RequestPass, Shape
 from sfi_core.engine.maintenance import Maintenance, schedule
 from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
@@ -85,7 +85,7 @@ class Run:
         self.prompt_queries = PromptQueries(self.policy.config.window_prefill)
         overlap = self.engine.overlap and isinstance(self.policy, EvidencePolicy)
         self.maintenance = schedule(self.device, self.store.backend, overlap=overlap)
-        self.descriptors = FreshDescriptors(self.store, self.device)
+        self.descriptors = Descriptors(self.store, self.device)
 
     @property
     def batch_pass(self) -> BatchPass:

@@ -101,7 +101,7 @@ def as_one(observers: Sequence[Observer]) -> Observer:
 
 
 class HeldSelections(Observers):
-    """Passes events on, but holds the selections of decoding steps until `settle`, `keep` or `drop`."""
+    """Passes events on, but holds the selections of decoding steps until `settle` or `keep`."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__([observer])
@@ -120,11 +120,7 @@ class HeldSelections(Observers):
             super().on(replace(event, step=step))
 
     def keep(self, request: int, stop: int) -> None:
-        """Pass on a request's selections of steps before `stop`; drop those of rejected tokens."""
+        """Pass on a request's selections of steps before `stop`, none of them for 0; drop those of rejected tokens."""
         for event in self._held.pop(request, ()):
             if event.step < stop:
                 super().on(event)
-
-    def drop(self, request: int) -> None:
-        """Drop a request's selections, whose token was rejected."""
-        self._held.pop(request, None)

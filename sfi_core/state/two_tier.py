@@ -149,14 +149,7 @@ class TwoTierStore(KVStore):
             key, value = (x[page : page + 1, heads, :rest] for x in tiers.ring.tensors[:2])
             yield complete * N, key, value
 
-    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """See `KVStore`."""
-        norm_BHT = self.layers[layer].norm_BHT[:, :, :length]
-        if len(rows) == 1:
-            return norm_BHT[rows[0] : rows[0] + 1]
-        return torch.stack([norm_BHT[row] for row in rows])
-
-    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+    def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """See `KVStore`."""
         row_R = page_RHP[:, 0, 0] // (self.ring_pages * page_RHP.shape[1])
         return self.layers[layer].norm_BHT[:, :, : self.capacity].index_select(0, row_R)

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 import torch
 
-from sfi_core.engine.batch_pass import Requests, Rows, known_requests, plan, work_room
+from sfi_core.engine.batch_pass import Descriptors, Requests, Rows, known_requests, plan, work_room
 from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
@@ -25,27 +25,25 @@ class Kind(NamedTuple):
     chooses: bool = False
 
 
-@dataclass(slots=True)
-class StepBuffers:
-    """Step descriptors in buffers that every step overwrites, in place of `FreshDescriptors`, and the layers' results.
+@dataclass(slots=True, kw_only=True)
+class StepBuffers(Descriptors):
+    """Step descriptors in buffers that every step overwrites, and the layers' results.
 
     The store's pages are allocated for the whole run. A step decodes at most `most` tokens of a request. `descriptor`
-    and `dense`, for `dense_layers`, are the last step's. `rows` are the slow requests, None for a step that refreshes
-    nothing. By layer, `selections` has what was selected and `queries`, for an audit, the last step's, [B, H, G, D].
+    and `dense`, for `dense_layers`, are the last step's, described `ahead` if it has not begun. `rows` are the slow
+    requests, None for a step that refreshes nothing. By layer, `selections` has what was selected and `queries`, for an
+    audit, the last step's, [B, H, G, D].
     """
 
-    store: KVStore
     policy: Policy
-    device: torch.device
     most: int
     descriptor: StepDescriptor
     dense: StepDescriptor | None
-    launched: bool = False
+    ahead: bool = False
     rows: Rows | None = None
     selections: Selections = field(default_factory=dict)
     queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
-    _ahead: bool = False
 
     @classmethod
     def of(cls, store: KVStore, policy: Policy, device: torch.device, most: int = 1) -> Self:
@@ -56,7 +54,8 @@ class StepBuffers:
             made = describe_step([idle] * store.batch, work_room(store, device), device)
             return StepDescriptor(made.buffer, store.batch, (), (), store.capacity)
 
-        return cls(store, policy, device, most, empty(), empty() if policy.config.dense_layers else None)
+        dense = empty() if policy.config.dense_layers else None
+        return cls(store, device, policy=policy, most=most, descriptor=empty(), dense=dense)
 
     @property
     def refreshes(self) -> int:
@@ -77,10 +76,10 @@ class StepBuffers:
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Describe the step that begins, unless `write` described it ahead, up to requests that have stopped since."""
         requests = known.requests
-        self.launched = self._ahead and all(
+        self.launched = self.ahead and all(
             new == old or new.mode == IDLE for new, old in zip(requests, self._written, strict=True)
         )
-        self._ahead = False
+        self.ahead = False
         if not self.launched:
             self.write(known)
         dense = None if self.dense is None else _narrowed(self.dense, requests)
@@ -88,14 +87,10 @@ class StepBuffers:
 
     def write(self, known: Requests, *, ahead: bool = False) -> None:
         """Describe a step; `ahead` if it has not begun."""
-        self._written, self._ahead = known.requests, ahead
+        self._written, self.ahead = known.requests, ahead
         self.descriptor = describe_again(self._written, self.descriptor, self.most)
         if self.dense is not None and known.dense is not None:
             self.dense = describe_again(known.dense, self.dense, self.most)
-
-    def forget(self) -> None:
-        """Forget a step described ahead."""
-        self._ahead = False
 
     def keep(self, layer: int, query_BHGD: torch.Tensor) -> None:
         """Keep a layer's query for the audit, in a buffer that all graphs write."""

@@ -9,15 +9,15 @@ from functools import partial
 
 import torch
 
+from sfi_core.engine import select
 from sfi_core.engine.attend import count_attention, prepare_layers, read
 from sfi_core.engine.audit import Audit
-from sfi_core.engine.batch_pass import FreshDescriptors, Rows
+from sfi_core.engine.batch_pass import Descriptors, Rows
 from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
-from sfi_core.engine.select import Handed, choose, has_candidates, joined, joins, note, note_choice, select, submit
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import AHEAD, Observers
@@ -104,7 +104,7 @@ class StepGraphs:
     def eager_step(self) -> Iterator[None]:
         """Run the step in the body without graphs, so that the watchers see its layers: an audited step."""
         run, options = self._run, self._run.engine
-        self._buffers.forget()
+        self._buffers.ahead = False
         self._hand_back()
         run.engine = replace(options, graphs=None)
         try:
@@ -119,7 +119,7 @@ class StepGraphs:
 
     def _hand_back(self) -> None:
         run, queries = self._run, self._buffers.queries
-        run.descriptors = FreshDescriptors(run.store, run.device)
+        run.descriptors = Descriptors(run.store, run.device)
         run.attend = None
         for watcher in run.watchers:
             if self._keeps and queries is not None and isinstance(watcher, Audit):
@@ -139,7 +139,7 @@ class StepGraphs:
         self._buffers.write(known, ahead=True)
         graph = self._graphs.get(self._buffers.kind)
         if graph is None:
-            self._buffers.forget()
+            self._buffers.ahead = False
             return
         prepare_layers(self._run, sorted(self._run.batch_codes), self._buffers.descriptor.fast, states)
         with self._run.observer.span(AHEAD):
@@ -225,22 +225,23 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
     with run.launches():
         pseudo = None
         if layer.chooses:
-            choice, pseudo = choose(layer, step, last_BHG1D)
+            choice, pseudo = select.choose(layer, step, last_BHG1D)
             if choice is not None:
                 buffers.selections[layer.index,] = choice
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
-        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
-        submit(handed, partial(_select, buffers, rows), () if joins(layer, ()) else None)
+        handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
+        select.submit(handed, partial(_select, buffers, rows), () if select.joins(layer, ()) else None)
     return result.out_BHGWE
 
 
-def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
+def _select(buffers: StepBuffers, rows: Rows, handed: list[select.Handed]) -> None:
     layers = [each.layer for each in handed]
     with layers[0].run.launches():
-        selection, _ = select(layers, rows, None, joined(handed))
-    assert selection is not None, "a policy that needs only the evidence selects"
+        selection = select.select(layers, rows, None, select.joined(handed))
+        assert selection is not None, "a policy that needs only the evidence selects"
+        select.pack(layers, rows, selection)
     buffers.selections[tuple(layer.index for layer in layers)] = selection
 
 
@@ -252,11 +253,11 @@ def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> No
         count_attention(run, batch_pass.descriptor_of(left_dense=left_dense))
     for layers, selection in sorted(selections.items()):
         if run.policy.chooses:
-            note_choice(run, layers[0], selection, batch_pass.descriptor.fast)
+            select.note_choice(run, layers[0], selection, batch_pass.descriptor.fast)
             continue
-        full = {row: places[row] for row in slow if has_candidates(run, row)}
+        full = {row: places[row] for row in slow if select.has_candidates(run, row)}
         bare = {row: 0 for row in slow if row not in full}
         run.meter.count("triton.pack", len(layers) * len(slow))
         run.meter.count("triton.selector", len(layers) * len(full))
-        note(run, layers, bare, Selection(selection.index_BHK[:, :, :0]))
-        note(run, layers, full, selection)
+        select.note(run, layers, bare, Selection(selection.index_BHK[:, :, :0]))
+        select.note(run, layers, full, selection)
