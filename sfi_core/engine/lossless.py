@@ -89,17 +89,12 @@ class Block:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A drafting step, kept until its token is verified; then the observer gets the `event` of an accepted one."""
-
-    event: StepEvent
-    logits_V: torch.Tensor | None  # that the token was picked from; None if no observer compares them
-
-
 @dataclass(slots=True)
 class Drafts:
     """The drafts of one run, from the end of its prompts; `limits` are the most new tokens of each request.
+
+    A drafting step is kept until its token is verified: its event, which the observer then gets if the token is
+    accepted, and the logits that it was picked from; None if no observer compares them.
 
     `outcome` decides how many drafts are accepted, for benchmarks with random weights; None accepts those that full
     attention picks too. `blocks` has each row's input of the pass under way; None for an idle row.
@@ -111,7 +106,7 @@ class Drafts:
     outcome: Outcome | None = None
     blocks: list[Block | None] = field(default_factory=list)
     _observer: HeldSelections = field(init=False)
-    _steps: dict[int, list[Drafted]] = field(default_factory=dict)
+    _steps: dict[int, list[tuple[StepEvent, torch.Tensor | None]]] = field(default_factory=dict)
     _compares: bool = field(init=False)
     _shape: Shape = field(default_factory=dict)
 
@@ -200,7 +195,7 @@ class Drafts:
         fields = step_fields(state, run.step, reads)
         event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
         logits = logits_V.clone() if self._compares else None
-        self._steps.setdefault(state.request, []).append(Drafted(event, logits))
+        self._steps.setdefault(state.request, []).append((event, logits))
 
     def _verified(
         self, state: RequestState, block: Block, token_W: Sequence[int], logits_WV: torch.Tensor
@@ -237,18 +232,18 @@ class Drafts:
             request=state.request, step=state.step, batch_step=run.step, base=state.length - kept - 1,
             drafted=drafted, accepted=kept, reason=state.reason,
             evidence_position=read - 1 if selects else None,
-            attended_tokens=read + sum(step.event.attended_tokens for step in steps),
-            selection_tokens=sum(step.event.selection_tokens for step in steps),
+            attended_tokens=read + sum(step.attended_tokens for step, _ in steps),
+            selection_tokens=sum(step.selection_tokens for step, _ in steps),
             elapsed_us=self._shape["elapsed_us"],
         )  # fmt: skip
         run.observer.on(event)
-        ours = [step.logits_V for step in steps[: kept + 1] if step.logits_V is not None]
+        ours = [logits_V for _, logits_V in steps[: kept + 1] if logits_V is not None]
         if ours:
             compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
             tested = tuple(range(state.step - kept, state.step - kept + len(ours)))
             run.observer.on(LogitsEvent(requests=(state.request,) * len(ours), steps=tested, **compared))
-        for step in steps[:kept]:
-            run.observer.on(step.event)
+        for step, _ in steps[:kept]:
+            run.observer.on(step)
         other = block.drafted[kept] if kept < drafted else None
         fields = step_fields(state, run.step, Reads(state.length))
         run.observer.on(StepEvent(**fields, token_id=state.tokens[-1], draft_token_id=other, **self._shape))

@@ -27,12 +27,8 @@ def settings_line(changed: Mapping[str, Any], preset: str) -> str:
 
 def request_lines(requests: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say of each request its tokens, slow steps, reads, drafts and, if it waited, times."""
-    several = len(requests) > 1
-    return [
-        line
-        for index, request in enumerate(requests)
-        for line in _request_lines(request, f"request {index}  " if several else "")
-    ]
+    names = [""] if len(requests) == 1 else [f"request {index}  " for index in range(len(requests))]
+    return [line for name, request in zip(names, requests, strict=True) for line in _request_lines(name, request)]
 
 
 def tier_lines(tiers: Mapping[str, Any] | None) -> list[str]:
@@ -98,7 +94,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
+def _request_lines(prefix: str, request: Mapping[str, Any]) -> list[str]:
     slow, fast = request["slow_steps"], request["fast_steps"]
     reasons = ", ".join(f"{count} {name}" for name, count in request["reasons"].items())
     steps = " ".join(str(step) for step in request["slow_at"][:16])

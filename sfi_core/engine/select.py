@@ -7,7 +7,7 @@ whose requests then follow each other in the batch dimension of evidence and sel
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,14 +82,9 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
         position_HS = segment.position_BHS[row]
         if position_HS.shape[1] > sink + K:
             position_HS[heads, sink + K :] = -1
-        sinks_S = _sinks(sink, index_HK.device)
+        sinks_S = torch.arange(sink, dtype=torch.int32, device=index_HK.device)
         position_HS[heads, : sink + K] = torch.cat([sinks_S.expand(len(index_HK), -1), index_HK], 1)
         segment.length_BH[row, heads] = (index_HK >= 0).sum(1, dtype=torch.int32).add_(sink)
-
-
-@cache
-def _sinks(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def choose(

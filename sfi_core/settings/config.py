@@ -44,12 +44,6 @@ class BaselineConfig(Table):
     """Settings of Quest."""
 
     page: int = setting(16, "Tokens of a page under quest.", least=1)
-    score: str = setting(
-        "bounds",
-        "A page's score under quest: the paper's bound of its logits, or, in a variant of ours, their mean plus "
-        "their deviation.",
-        choices=("bounds", "deviation"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,19 +75,17 @@ class Trigger:
 
 @dataclass(frozen=True, slots=True)
 class TriggerSet:
-    """T_trig, `token_ids`; by trigger, `chosen` has the ids and decoded texts, `reasons` why a trigger has no token."""
+    """T_trig, `token_ids`; `chosen` has by trigger the ids and decoded texts."""
 
     token_ids: tuple[int, ...]
     chosen: Mapping[str, Tokens]
-    reasons: Mapping[str, str]
 
     def describe(self) -> list[tuple[str, int, str]]:
-        """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
-        rows = [
-            (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]))
+        """Return a row for each trigger: its repr, its number of tokens, and examples."""
+        return [
+            (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]) or "no single token")
             for trigger, tokens in self.chosen.items()
         ]
-        return rows + [(repr(trigger), 0, reason) for trigger, reason in self.reasons.items()]
 
 
 def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
@@ -96,21 +94,16 @@ def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
         raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
     vocab = tokenizer.get_vocab()
     wordless = _wordless_tokens(tokenizer, vocab)
-    tokens_of = {
+    chosen = {
         trigger: [token for token in wordless if _ends_with(token[1], trigger)]
         if trigger.isspace() or (len(trigger) == 1 and not _has_word(trigger))
         else _exact_tokens(tokenizer, vocab, trigger)
         for trigger in triggers
     }
-    chosen = {trigger: tokens for trigger, tokens in tokens_of.items() if tokens}
-    if tokens_of and not chosen:
-        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*tokens_of]}")
-    reasons = {}
-    for trigger in (trigger for trigger in tokens_of if trigger not in chosen):
-        parts = _decode(tokenizer, tokenizer.encode(trigger, add_special_tokens=False))
-        reasons[trigger] = f"no single token; written as {' '.join(repr(text) for _, text in parts) or 'nothing'}"
     ids = {token_id for tokens in chosen.values() for token_id, _ in tokens}
-    return TriggerSet(tuple(sorted(ids)), chosen, reasons)
+    if chosen and not ids:
+        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*chosen]}")
+    return TriggerSet(tuple(sorted(ids)), chosen)
 
 
 def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:

@@ -103,15 +103,12 @@ class HeadClusters(BaseModel):
                 f"{whose} must be of the checkpoint that runs, {digest[:SHOWN]}, "
                 f"got {self.digest[:SHOWN]}; make them with sfi tune heads"
             )
-        if self.layers.keys() != heads_by_layer.keys():
-            raise ConfigError(
-                f"{whose} must be of the model's full-attention layers {sorted(heads_by_layer)}, "
-                f"got {sorted(self.layers)}"
-            )
-        for layer, heads in heads_by_layer.items():
-            count = len(self.layers[layer].cluster_of)
-            if count != heads:
-                raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {count}")
+        clustered = {layer: len(clusters.cluster_of) for layer, clusters in self.layers.items()}
+        odd = sorted(layer for layer, _ in clustered.items() ^ heads_by_layer.items())
+        if odd:
+            layer, heads = odd[0], heads_by_layer.get(odd[0], 0)
+            got = clustered.get(layer, 0)
+            raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {got}")
 
 
 class SyncKV(Companion, Policy):
