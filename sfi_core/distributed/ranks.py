@@ -89,10 +89,7 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise an `SfiError` of one rank on every rank; inside, no rank may call another.
-
-        The first rank's error wins; the message names the rank unless all have the same error.
-        """
+        """Raise the first rank's `SfiError` on every rank, named unless all have it; inside, no rank calls another."""
         error: SfiError | None = None
         try:
             yield

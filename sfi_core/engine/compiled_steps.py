@@ -216,12 +216,12 @@ class CompiledSteps:
         run, heard = self._run, bool(self._step_X[Step.DIAGNOSES])
         rows = {row: row for row in run.batch_pass.fast}
         for index in self._sparse:
-            choice_BHK, unread_BHC = self._buffers["choice"][index], self._buffers["unread"][index]
-            diagnostics = {}
+            choice = Selection(self._buffers["choice"][index])
             if heard:
-                choice_BHK, (estimate_BH, margin_BH) = choice_BHK.clone(), unread_BHC.clone().unbind(-1)
+                estimate_BH, margin_BH = self._buffers["unread"][index].unbind(-1)
                 diagnostics = {"unread_estimate": estimate_BH, "score_margin": margin_BH}
-            note(run, (index,), rows, Selection(choice_BHK, diagnostics))
+                choice = Selection(choice.index_BHK, diagnostics).copy()
+            note(run, (index,), rows, choice)
 
     def _count(self) -> None:
         run, layers, sparse = self._run, len(self._layers), len(self._sparse)

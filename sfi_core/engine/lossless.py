@@ -93,11 +93,10 @@ class Block:
 class Drafts:
     """The drafts of one run, from the end of its prompts; `limits` are the most new tokens of each request.
 
-    A drafting step is kept until its token is verified: its event, which the observer then gets if the token is
-    accepted, and the logits that it was picked from; None if no observer compares them.
-
-    `outcome` decides how many drafts are accepted, for benchmarks with random weights; None accepts those that full
-    attention picks too. `blocks` has each row's input of the pass under way; None for an idle row.
+    A drafting step's event, for the observer if the token is accepted, and logits, None if no observer compares them,
+    wait until the token is verified. `outcome` decides how many drafts are accepted, for benchmarks with random
+    weights; None accepts those that full attention picks too. `blocks` has each row's input of the pass under way; None
+    for an idle row.
     """
 
     run: Run
@@ -205,21 +204,21 @@ class Drafts:
         if self.outcome is not None:
             accepted = self.outcome(state, block.drafted, token_W)
         given = until_stop(token_W[: accepted + 1], self.rule.stop_ids)
-        kept, read = len(given) - 1, state.length
-        state.length -= drafted - kept
-        state.step -= drafted - kept
+        verified, read = len(given) - 1, state.length
+        state.length -= drafted - verified
+        state.step -= drafted - verified
         # a rejected token makes the selection of the last query stale
-        state.fresh = kept == drafted or not run.policy.refreshes()
+        state.fresh = verified == drafted or not run.policy.refreshes()
         state.tokens += given[:-1]
         state.finish_step(given[-1])
         state.finished = given[-1] in self.rule.stop_ids or (len(state.tokens) >= self.limits[state.request])
-        tally.count_reads(read, sum(range(state.length - kept, state.length + 1)), 0.0)
+        tally.count_reads(read, sum(range(state.length - verified, state.length + 1)), 0.0)
         tally.count_verification(drafted, accepted)
         tally.time_step(state.step, run.meter.began, run.meter.ended)
-        self._tell(state, block, kept, read, logits_WV)
+        self._tell(state, block, verified, read, logits_WV)
         return given
 
-    def _tell(self, state: RequestState, block: Block, kept: int, read: int, logits_WV: torch.Tensor) -> None:
+    def _tell(self, state: RequestState, block: Block, verified: int, read: int, logits_WV: torch.Tensor) -> None:
         # the verification first, then its tokens in the order of the steps
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])
@@ -229,22 +228,22 @@ class Drafts:
         else:  # where each fast step made its own selection, those of accepted tokens
             self._observer.keep(state.request, state.step if run.policy.selects_before else 0)
         event = VerificationEvent(
-            request=state.request, step=state.step, batch_step=run.step, base=state.length - kept - 1,
-            drafted=drafted, accepted=kept, reason=state.reason,
+            request=state.request, step=state.step, batch_step=run.step, base=state.length - verified - 1,
+            drafted=drafted, accepted=verified, reason=state.reason,
             evidence_position=read - 1 if selects else None,
             attended_tokens=read + sum(step.attended_tokens for step, _ in steps),
             selection_tokens=sum(step.selection_tokens for step, _ in steps),
             elapsed_us=self._shape["elapsed_us"],
         )  # fmt: skip
         run.observer.on(event)
-        ours = [logits_V for _, logits_V in steps[: kept + 1] if logits_V is not None]
+        ours = [logits_V for _, logits_V in steps[: verified + 1] if logits_V is not None]
         if ours:
             compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
-            tested = tuple(range(state.step - kept, state.step - kept + len(ours)))
+            tested = tuple(range(state.step - verified, state.step - verified + len(ours)))
             run.observer.on(LogitsEvent(requests=(state.request,) * len(ours), steps=tested, **compared))
-        for step, _ in steps[:kept]:
+        for step, _ in steps[:verified]:
             run.observer.on(step)
-        other = block.drafted[kept] if kept < drafted else None
+        other = block.drafted[verified] if verified < drafted else None
         fields = step_fields(state, run.step, Reads(state.length))
         run.observer.on(StepEvent(**fields, token_id=state.tokens[-1], draft_token_id=other, **self._shape))
 

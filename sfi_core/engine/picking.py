@@ -131,6 +131,9 @@ PAD = 0  # the input of a row whose request has ended or rests: read by nobody, 
 TOKEN, FINE = range(2)  # rows of `picked_2X`: the token, and whether its score is finite
 
 
+Ahead = Callable[[torch.Tensor], None]
+
+
 @dataclass(slots=True)
 class Row:
     """One request of a picker."""
@@ -151,12 +154,7 @@ class Picker(ABC):
     own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
 
     def __init__(
-        self,
-        requests: Sequence[int],
-        ranks: Ranks = ALONE,
-        *,
-        seed: int | None,
-        ahead: Callable[[torch.Tensor], None] | None = None,
+        self, requests: Sequence[int], ranks: Ranks = ALONE, *, seed: int | None, ahead: Ahead | None = None
     ) -> None:
         """Start with the first token of some requests; without a seed, take the best token."""
         self.rows = [Row(request, None if seed is None else (seed, request)) for request in requests]

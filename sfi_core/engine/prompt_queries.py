@@ -49,11 +49,12 @@ class PromptQueries(Watcher):
 
     def with_kept(self, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         """Return the prompts' last queries, those of the new piece included, padded on the left."""
-        kept, query, T, count = self.layers.get(layer.index), query_BHGTD, query_BHGTD.shape[3], layer.batch_pass.count
-        if kept is not None and all(tokens == T for tokens in count):
-            query = torch.cat([kept.query_BHGTD, query], 3)
-        elif kept is not None:  # drop the padding between a request's old and new queries
-            pairs = zip(kept.query_BHGTD, query, count, strict=True)
+        query, T, count = query_BHGTD, query_BHGTD.shape[3], layer.batch_pass.count
+        before = self.layers.get(layer.index)
+        if before is not None and all(tokens == T for tokens in count):
+            query = torch.cat([before.query_BHGTD, query], 3)
+        elif before is not None:  # drop the padding between a request's old and new queries
+            pairs = zip(before.query_BHGTD, query, count, strict=True)
             rows = [torch.cat([old, new[:, :, T - tokens :]], 2) for old, new, tokens in pairs]
             width = max(row.shape[2] for row in rows)
             query = torch.stack([pad(row, (0, 0, width - row.shape[2], 0)) for row in rows])

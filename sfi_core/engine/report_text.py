@@ -112,9 +112,9 @@ def _request_lines(prefix: str, request: Mapping[str, Any]) -> list[str]:
         *[f"{prefix}cache read   {tokens:,.0f} of {context:,.0f} tokens a {each} ({share})"] * (context > 0),
     ]
     if (lossless := request["lossless"]) is not None:
-        kept = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens kept"
+        accepted = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens kept"
         passes = f"{lossless['passes_per_token']:.2f} passes a token"
-        lines.append(f"{prefix}lossless     {lossless['verifications']:,} verifications, {kept}, {passes}")
+        lines.append(f"{prefix}lossless     {lossless['verifications']:,} verifications, {accepted}, {passes}")
     if request["queued_seconds"]:
         times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
         lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")

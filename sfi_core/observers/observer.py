@@ -58,10 +58,7 @@ class NullObserver:
 
 
 class Observers:
-    """Several observers as one, which wants what any of them wants; one that does not say wants everything.
-
-    Without `spans` it wants none. `spanning` are those that get spans.
-    """
+    """Several observers as one, which wants what any does, or all if one does not say; no spans without `spans`."""
 
     def __init__(self, observers: Sequence[Observer], *, spans: bool = True) -> None:
         self.each = tuple(observers)

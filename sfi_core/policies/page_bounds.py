@@ -7,10 +7,7 @@ from sfi_core.state.layer_pages import LayerShape
 
 
 def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each channel's least and largest key, by page of a request, the last maybe incomplete: [H, P, D] float32.
-
-    Those of full pages are kept in the notes.
-    """
+    """Return each channel's least and largest key by page of a request, [H, P, D] float32; notes have full pages'."""
     note, length = context.notes[place], context.states[place].length
     summarized = note["low"].shape[1] * page if "low" in note else 0
     full = length - length % page

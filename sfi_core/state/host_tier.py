@@ -23,10 +23,7 @@ PLACES = (-1, -2)  # of the side, one for each buffer
 
 @dataclass(frozen=True, slots=True)
 class LayerTiers:
-    """One layer's ring of recent pages, norms and KV heads that never leave the device, and all complete host pages.
-
-    `host_PHX` is pinned if the model is on a CUDA device.
-    """
+    """One layer: on the device a ring of recent pages, norms and `resident` heads; on the host complete pages."""
 
     ring: LayerPages
     host_PHX: torch.Tensor
@@ -85,8 +82,8 @@ class LayerTiers:
         if pinned:
             torch.cuda.synchronize()
         host_PHX = torch.empty_like(self.host_PHX, pin_memory=pinned).copy_(self.host_PHX)
-        kept = self.norm_BHT.clone(), self.resident, self.key_BRTD.clone(), self.value_BRTE.clone()
-        return LayerTiers(self.ring.copy(), host_PHX, *kept)
+        key_BRTD, value_BRTE = self.key_BRTD.clone(), self.value_BRTE.clone()
+        return LayerTiers(self.ring.copy(), host_PHX, self.norm_BHT.clone(), self.resident, key_BRTD, value_BRTE)
 
     def row(self, row: int, ring_pages: int, host_pages: int) -> "LayerTiers":
         """Return one request's part over the same memory, given the pages per request in each tier."""

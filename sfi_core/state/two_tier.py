@@ -217,14 +217,14 @@ class TwoTierStore(KVStore):
         H, row_numbers = key.shape[1], key.shape[3] + value.shape[3]
         host_size = self.batch * self.pages_per_request, H, self.page_size * row_numbers
         resident = tuple(sorted(self._resident(layer, H))) if self._resident else ()
-        kept = self.batch, len(resident), self.capacity
+        resident_size = self.batch, len(resident), self.capacity
         return LayerTiers(
             ring=LayerPages.empty(key, value, self.batch * self.ring_pages, self.page_size),
             host_PHX=torch.empty(host_size, dtype=key.dtype, pin_memory=key.device.type == "cuda"),
             norm_BHT=key.new_empty(self.batch, H, self.capacity, dtype=torch.float32),
             resident=resident,
-            key_BRTD=key.new_empty(*kept, key.shape[3]),
-            value_BRTE=value.new_empty(*kept, value.shape[3]),
+            key_BRTD=key.new_empty(*resident_size, key.shape[3]),
+            value_BRTE=value.new_empty(*resident_size, value.shape[3]),
         )
 
     def _scratch_like(self, segment: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:

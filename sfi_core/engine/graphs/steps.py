@@ -203,14 +203,7 @@ class StepGraphs:
         run.meter.kernels.update(done.launches)
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
-            selections = {
-                layers: replace(
-                    selection,
-                    index_BHK=selection.index_BHK.clone(),
-                    diagnostics={name: value.clone() for name, value in selection.diagnostics.items()},
-                )
-                for layers, selection in selections.items()
-            }
+            selections = {layers: selection.copy() for layers, selection in selections.items()}
         note_step(run, selections, self._buffers.places)
 
 

@@ -41,11 +41,7 @@ class SFI(EvidencePolicy, Triggered):
                 **self._settings,
             )
             if self.config.page_size > 1:
-                score = self.pooled(score)
+                score = pool_by_page(score, self.config.page_size)  # docs/evidence/granularity.md has other ways
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
         return Selection(index, diagnostics, by=by)
-
-    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
-        """Score whole pages, for a `page_size` above 1; docs/evidence/granularity.md compares other ways."""
-        return pool_by_page(score_BHT, self.config.page_size)
