@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sfi_core.engine.batch_pass import SeenLayer
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
@@ -109,14 +109,10 @@ def dense_twin(run: Run, count: int | None = None) -> Run:
     twin = Run(policy, NullObserver(), run.store, device=run.device)
     twin.requests = [replace(state, slow=True) for state in run.requests]
     twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
-    passes = [
-        replace(
-            request,
-            kind=SLOW if request.kind == FAST else request.kind,
-            count=request.count if count is None else min(request.count, count),
-        )
-        for request in run.batch_pass.passes
-    ]
+    passes = []
+    for request in run.batch_pass.passes:
+        tokens = request.count if count is None else min(request.count, count)
+        passes.append(replace(request, kind=SLOW if request.kind == FAST else request.kind, count=tokens))
     twin.describe(passes, run.batch_pass.start)
     return twin
 

@@ -60,12 +60,10 @@ def enter(state: RequestState, request: RequestPass, policy: Policy) -> None:
     if not request.generates:
         state.length += request.count
         return
+    steps = 1 if request.ends_prompt else request.count
+    state.begin(slow=request.kind != FAST, reason=request.reason, new_tokens=request.count, steps=steps)
     if request.ends_prompt:
-        state.begin(slow=True, reason=request.reason, new_tokens=request.count)
         state.prompt_tokens = state.length - len(state.tokens)
-    else:
-        slow, count = request.kind == SLOW, request.count
-        state.begin(slow=slow, reason=request.reason, new_tokens=count, steps=count)
     config = policy.config
     state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 
@@ -118,14 +116,9 @@ def step_shape(
 ) -> dict[str, Any]:
     """Return what the requests of a batch's step share; `moved` are the bytes read for a request, if known."""
     states = (*slow, *fast)
-    shape: dict[str, Any] = {
-        "slow_requests": len(slow),
-        "fast_requests": len(fast),
-        "cached_tokens": sum(state.length for state in states),
-    }
-    if moved is not None:
-        shape["moved_bytes"] = round(sum(map(moved, states)))
-    return shape
+    cached = sum(state.length for state in states)
+    read = {} if moved is None else {"moved_bytes": round(sum(map(moved, states)))}
+    return {"slow_requests": len(slow), "fast_requests": len(fast), "cached_tokens": cached, **read}
 
 
 def steady_seconds(laps: Mapping[tuple[int, ...], Sequence[float]]) -> float:

@@ -10,10 +10,9 @@ import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine import ledger
-from sfi_core.engine.batch_pass import BatchPass, Descriptors, Rows, known_requests
+from sfi_core.engine.batch_pass import BatchPass, Descriptors, PromptQueries, Rows, SeenLayer, Watcher, known_requests
 from sfi_core.engine.ledger import Meter, Reads, RequestPass, Shape
 from sfi_core.engine.maintenance import Maintenance, schedule
-from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy

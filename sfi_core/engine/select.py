@@ -216,13 +216,9 @@ def joined(handed: Sequence[Handed]) -> Seen:
 def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
     """Say whether a layer's selection for slow requests may wait for those of the next layers."""
     run = layer.run
-    return (
-        isinstance(run.policy, EvidencePolicy)
-        and run.store.whole_on_device
-        and run.ranks.size == 1
-        and SPANS not in run.observer.wants  # which time each layer
-        and all(has_candidates(run, row) for row in rows)
-    )
+    several = isinstance(run.policy, EvidencePolicy) and run.store.whole_on_device and run.ranks.size == 1
+    # spans time each layer
+    return several and SPANS not in run.observer.wants and all(has_candidates(run, row) for row in rows)
 
 
 def select_before(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.batch_pass import PromptLayer
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.engine.run import Run
 from sfi_core.engine.select import end_prompt
 from sfi_core.errors import ConfigError

@@ -56,21 +56,17 @@ class Trigger:
         gap = state.steps_since_slow + 1
         if policy == "stride":
             return "stride" if gap >= config.stride else ""
-        if gap >= config.min_gap and self._fires(state):
-            return "trigger" if policy == "boundary" else policy
-        due = policy != "never" and state.steps_since_slow >= config.t_max
-        return "t_max" if due else ""
-
-    def _fires(self, state: RequestState) -> bool:
-        config, policy = self.config, self.config.trigger_policy
         boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
         token = state.tokens[boundary] if 0 <= boundary < len(state.tokens) else None
-        if policy == "boundary":
-            return token in self.token_ids
-        if policy == "random":  # the seed holds the request's own text, and nothing that depends on the batch
+        if policy == "boundary" and gap >= config.min_gap and token in self.token_ids:
+            return "trigger"
+        if policy == "random" and gap >= config.min_gap:
+            # the seed holds the request's own text, and nothing that depends on the batch
             seed = f"{config.trigger_seed} {state.prompt_tokens} {state.step + 1} {token}"
-            return random.Random(seed).random() < config.random_rate  # noqa: S311 - no secret
-        return False
+            if random.Random(seed).random() < config.random_rate:  # noqa: S311 - no secret
+                return "random"
+        due = policy != "never" and state.steps_since_slow >= config.t_max
+        return "t_max" if due else ""
 
 
 @dataclass(frozen=True, slots=True)

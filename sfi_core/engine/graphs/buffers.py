@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
@@ -10,7 +10,6 @@ from sfi_core.engine.batch_pass import Descriptors, Requests, Rows, known_reques
 from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
-from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
@@ -37,25 +36,24 @@ class StepBuffers(Descriptors):
 
     policy: Policy
     most: int
-    descriptor: StepDescriptor
-    dense: StepDescriptor | None
+    descriptor: StepDescriptor = field(init=False)
+    dense: StepDescriptor | None = None
     ahead: bool = False
     rows: Rows | None = None
     selections: Selections = field(default_factory=dict)
     queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, store: KVStore, policy: Policy, device: torch.device, most: int = 1) -> Self:
+    def __post_init__(self) -> None:
         """Allocate the descriptors."""
+        self.descriptor = self._idle()
+        if self.policy.config.dense_layers:
+            self.dense = self._idle()
+
+    def _idle(self) -> StepDescriptor:
         idle = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0)
-
-        def empty() -> StepDescriptor:
-            made = describe_step([idle] * store.batch, work_room(store, device), device)
-            return StepDescriptor(made.buffer, store.batch, (), (), store.capacity)
-
-        dense = empty() if policy.config.dense_layers else None
-        return cls(store, device, policy=policy, most=most, descriptor=empty(), dense=dense)
+        made = describe_step([idle] * self.store.batch, work_room(self.store, self.device), self.device)
+        return StepDescriptor(made.buffer, self.store.batch, (), (), self.store.capacity)
 
     @property
     def refreshes(self) -> int:

@@ -12,11 +12,10 @@ import torch
 from sfi_core.engine import select
 from sfi_core.engine.attend import count_attention, prepare_layers, read
 from sfi_core.engine.audit import Audit
-from sfi_core.engine.batch_pass import Descriptors, Rows
+from sfi_core.engine.batch_pass import Descriptors, Rows, SeenLayer
 from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
@@ -63,7 +62,7 @@ class StepGraphs:
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
         most = 1 + run.policy.config.draft.max_tokens * run.engine.lossless
-        self._buffers = StepBuffers.of(run.store, run.policy, run.device, most)
+        self._buffers = StepBuffers(run.store, run.device, policy=run.policy, most=most)
         if run.audit is not None:
             self._buffers.queries = {}
         self._keeps = False  # whether the last step left its queries in the buffers

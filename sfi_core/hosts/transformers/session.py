@@ -11,10 +11,10 @@ import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit, compare_logits, dense_twin
+from sfi_core.engine.batch_pass import Watcher
 from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_cache import UNKNOWN
-from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
