@@ -165,13 +165,11 @@ def join() -> Ranks:
 @cache
 def mesh(device: torch.device) -> DeviceMesh:
     """Make the device mesh of a tensor-parallel model over all ranks; its calls end after `timeout()`."""
+    backend, device_id, limit = "gloo", None, timedelta(seconds=timeout())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = dist.new_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout()),
-        device_id=device if device.type == "cuda" else None,
-    )
+        backend, device_id = "nccl", device
+    group = dist.new_group(backend=backend, timeout=limit, device_id=device_id)
     return DeviceMesh.from_group(group, device.type)
 
 

@@ -121,7 +121,7 @@ class Loop:
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:
                 token_B[row] = yield from self._begin(row, self.waiting.popleft())
-        return [] if run.done else token_B
+        return [] if all(state.finished for state in run.requests) else token_B
 
     def _begin(self, row: int, request: int) -> Generator[NewTokens, None, int]:
         # read a request's prompt into the row, yield and return its first token

@@ -93,11 +93,6 @@ class Run:
         return self._batch_pass
 
     @property
-    def done(self) -> bool:
-        """Whether the request of every row has ended."""
-        return all(state.finished for state in self.requests)
-
-    @property
     def states(self) -> list[RequestState]:
         """The states of all requests that have begun, by request."""
         return sorted([*self.left, *self.requests], key=lambda state: state.request)
