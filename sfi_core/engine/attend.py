@@ -68,7 +68,7 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
     if not policy.chooses or layer.left_dense:
         return
     for row in rows:
-        before = _before_step(states[row])
+        before = replace(states[row], length=states[row].length - 1)  # as it was before the step
         if policy.companion.lacks(before, run.notes[before.request, layer.index]):
             first = max(0, before.length - policy.config.window_prefill)
             key_1HWD = run.store.keys(layer.index, row, first, before.length)
@@ -80,16 +80,12 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
 
 def prepare_layers(run: Run, layers: Sequence[int], rows: Sequence[int], states: Sequence[RequestState]) -> None:
     """Do as `prepare` in layers that have codes, unless the first lacks nothing: all lack it at the same step."""
-    before = (_before_step(states[row]) for row in rows)
+    before = (replace(states[row], length=states[row].length - 1) for row in rows)
     lacks = run.policy.companion.lacks
     if layers and any(lacks(state, run.notes[state.request, layers[0]]) for state in before):
         for index in layers:
             group = run.batch_codes[index].recent_BHXGD.shape[3]
             prepare(Layer(run, index, **run.options[index]), group, rows, states)
-
-
-def _before_step(state: RequestState) -> RequestState:
-    return replace(state, length=state.length - 1)
 
 
 def read(

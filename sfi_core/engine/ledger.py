@@ -11,7 +11,6 @@ import torch
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import AuditConfig
-from sfi_core.state.kv_store import Recall
 from sfi_core.state.request import RequestState
 from sfi_kernels.compiled import clock, compiling_seconds
 from sfi_kernels.step_descriptor import FAST, IDLE, PROMPT, SLOW
@@ -158,13 +157,6 @@ class Meter:
     def count(self, path: str, times: int = 1) -> None:
         """Count calls of a path."""
         self.paths[path] += times
-
-    def count_recall(self, step: int, brought: Recall) -> None:
-        """Count a recall of a decoding step; those of step 0 belong to reading the prompt."""
-        if step > 0:
-            rows, size = brought.rows_RH.sum(), brought.row_bytes
-            self.recalled[size] = self.recalled[size] + rows if size in self.recalled else rows
-            self.recall_seconds += brought.waited
 
     @property
     def recalled_bytes(self) -> int:

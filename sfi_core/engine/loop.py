@@ -115,8 +115,7 @@ class Loop:
         return token_B
 
     def _admit(self, token_B: list[int]) -> Generator[NewTokens, None, list[int]]:
-        # begin waiting requests in free rows, also in that of one that ends with its first token; return all rows'
-        # tokens, [] once all requests have ended
+        # begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended
         run, token_B = self.host.run, list(token_B)
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:

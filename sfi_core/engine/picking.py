@@ -244,8 +244,7 @@ class Picker(ABC):
     def _read(
         self, picked_2X: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int | None], *, launches: bool = False
     ) -> list[int]:
-        # the tokens; without an index a row's score need not be finite. The copy to the host goes before the work of
-        # `ahead`, which a step `launches`, so that the host does not wait for that
+        # without an index a row's score need not be finite; the copy goes before `ahead`, not to wait for its work
         host, done = picked_2X, None
         if picked_2X.is_cuda:
             host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)

@@ -112,8 +112,7 @@ class Run:
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass; `passes` says what each request does in it."""
-        # All pieces of a prompt are one step. The last piece of the first prompts begins step 0. The first piece of a
-        # later prompt, which joins a batch that decodes, begins a step.
+        # a prompt's pieces are one step: the first prompts' last piece begins step 0, a later prompt's first piece its
         ends_first_prompts = self.step < 0 and any(request.generates for request in passes)
         continues_prompt = self._batch_pass is not None and not self._batch_pass.generates
         if ends_first_prompts or (self.step >= 0 and not continues_prompt):
@@ -274,11 +273,14 @@ class Run:
 
     def tell_recall(self, layer: int, rows: Sequence[int], recall: Recall) -> None:
         """Count a layer's recall, and tell the observer, once the rows have arrived from the host."""
-        batch_step, observer = self.step, self.observer
+        batch_step, observer, meter = self.step, self.observer, self.meter
         steps = [(self.requests[row].request, self.requests[row].step) for row in rows]
 
         def tell() -> None:
-            self.meter.count_recall(batch_step, recall)
+            if batch_step > 0:  # those of step 0 belong to reading the prompt
+                rows, size = recall.rows_RH.sum(), recall.row_bytes
+                meter.recalled[size] = meter.recalled[size] + rows if size in meter.recalled else rows
+                meter.recall_seconds += recall.waited
             for place, (request, step) in enumerate(steps):
                 event = RecallEvent(
                     request=request, step=step, layer=layer, rows_H=recall.rows_RH[place],

@@ -90,13 +90,6 @@ class Observers:
             yield
 
 
-def as_one(observers: Sequence[Observer]) -> Observer:
-    """Return one observer for all of them."""
-    if len(observers) == 1 and hasattr(observers[0], "wants"):
-        return observers[0]
-    return Observers(observers) if observers else NullObserver()
-
-
 class HeldSelections(Observers):
     """Passes events on, but holds the selections of decoding steps until `settle` or `keep`."""
 

@@ -119,8 +119,7 @@ def choosing_tokens(length: float, width: int) -> float:
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
 KEYS = 2048  # fewer than twice as many are looked at, which is enough for a covariance
-# shares of the mean variance that are added in all directions: to the queries', and so that any number of
-# directions can be told apart
+# shares of the mean variance that are added in all directions: to the queries', and to tell directions apart
 RIDGE, FLOOR = 1e-2, 1e-5
 # of the iteration: with 6 to 20 the codes of SmolLM2-135M miss as much attention as with exact eigenvectors
 ROUNDS = 8
@@ -165,8 +164,7 @@ def _ridged(square_HDD: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def _leading(variance_HDD: torch.Tensor, count: int) -> torch.Tensor:
-    # orthonormal directions of the largest variance, in order, [H, D, count], zeros beyond D: by orthogonal
-    # iteration from cosines
+    # orthonormal directions of the largest variance, in order, [H, D, count], by orthogonal iteration from cosines
     variance_HDD = _ridged(variance_HDD, FLOOR)
     D = variance_HDD.shape[-1]
     place_D = torch.arange(D, dtype=torch.float64, device=variance_HDD.device)
