@@ -106,12 +106,10 @@ class Drafts:
     blocks: list[Block | None] = field(default_factory=list)
     _observer: HeldSelections = field(init=False)
     _steps: dict[int, list[tuple[StepEvent, torch.Tensor | None]]] = field(default_factory=dict)
-    _compares: bool = field(init=False)
     _shape: Shape = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold back the run's selection events until their tokens are verified."""
-        self._compares = LogitsEvent in self.run.observer.wants
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
     def plan(self) -> list[Block | None]:
@@ -193,7 +191,7 @@ class Drafts:
         state.tally.count_reads(reads.attended, 0, reads.selecting)
         fields = step_fields(state, run.step, reads)
         event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
-        logits = logits_V.clone() if self._compares else None
+        logits = logits_V.clone() if LogitsEvent in run.observer.wants else None
         self._steps.setdefault(state.request, []).append((event, logits))
 
     def _verified(

@@ -189,13 +189,17 @@ def hand_over(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor, ha
     if run.policy.mixes_heads and not layer.left_dense:
         layer.later.append(partial(refresh_handed, rows, query_RHG1D, [handed]))
     else:
-        submit(handed, partial(refresh_handed, rows, query_RHG1D), rows if joins(layer, rows) else None)
+        submit(handed, partial(refresh_handed, rows, query_RHG1D), rows)
 
 
-def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int, ...] | None) -> None:
-    """Give a layer's evidence to the run's maintenance; `rows` if it may wait for that of the next layers."""
-    alike = None if rows is None else (rows, *handed.logits_BHGWT.shape)
-    handed.layer.run.maintenance.submit(handed, work, alike=alike, numbers=handed.logits_BHGWT.numel())
+def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int, ...]) -> None:
+    """Give a layer's evidence to the run's maintenance, where it may wait for that of the next layers."""
+    run, logits_BHGWT = handed.layer.run, handed.logits_BHGWT
+    waits = isinstance(run.policy, EvidencePolicy) and run.store.whole_on_device and run.ranks.size == 1
+    # spans time each layer
+    waits = waits and SPANS not in run.observer.wants and all(has_candidates(run, row) for row in rows)
+    alike = (rows, *logits_BHGWT.shape) if waits else None
+    run.maintenance.submit(handed, work, alike=alike, numbers=logits_BHGWT.numel())
 
 
 def refresh_handed(rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: list[Handed]) -> None:
@@ -211,14 +215,6 @@ def joined(handed: Sequence[Handed]) -> Seen:
         return lambda: handed[0].logits_BHGWT, handed[0].log_sum_BHGW
     sums = [each.log_sum_BHGW for each in handed if each.log_sum_BHGW is not None]
     return lambda: torch.cat([each.logits_BHGWT for each in handed]), torch.cat(sums) if sums else None
-
-
-def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
-    """Say whether a layer's selection for slow requests may wait for those of the next layers."""
-    run = layer.run
-    several = isinstance(run.policy, EvidencePolicy) and run.store.whole_on_device and run.ranks.size == 1
-    # spans time each layer
-    return several and SPANS not in run.observer.wants and all(has_candidates(run, row) for row in rows)
 
 
 def select_before(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
@@ -289,10 +285,9 @@ def layer_context(
 def _evidence(layers: Sequence[Layer], rows: Rows, seen: Seen) -> dict[str, Any]:
     # the fields of `Evidence`, for the requests in `rows`, of the first layer, then of the next
     layer, run, several = layers[0], layers[0].run, len(layers) > 1
-    pages = [rows.head_pages(each.pages.key_PHND.shape[1]) for each in layers]
     norms = [
-        run.store.norms(each.index, page_RHP)[:, :, : rows.longest]
-        for each, page_RHP in zip(layers, pages, strict=True)
+        run.store.norms(each.index, rows.head_pages(each.pages.key_PHND.shape[1]))[:, :, : rows.longest]
+        for each in layers
     ]
     fields: dict[str, Any] = {
         "layer": layer.index,

@@ -224,7 +224,7 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
-        select.submit(handed, partial(_select, buffers, rows), () if select.joins(layer, ()) else None)
+        select.submit(handed, partial(_select, buffers, rows), ())
     return result.out_BHGWE
 
 
