@@ -17,10 +17,8 @@ from sfi_core.engine import by_request, select
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, unknown
-from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
-from sfi_core.state.layer_pages import LayerShape
+from sfi_core.settings.engine import BACKENDS
 from sfi_core.state.request import RequestState
-from sfi_kernels.attention_tile import check_limits
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import KernelLimitError, check_device
@@ -229,10 +227,3 @@ def check_backend(backend: str, device: torch.device) -> None:
             check_device(device)
         except KernelLimitError as error:
             raise BackendError(str(error)) from error
-
-
-def check_shapes(shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `KernelLimitError` for layers that the Triton kernels cannot take."""
-    for shape in shapes:
-        if shape.window is None:
-            check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, dtype, device)

@@ -130,19 +130,16 @@ class Descriptors:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
         if not decodes or self.store.backend != "triton":
             return describe_step(requests, 0, self.device)
-        descriptor = describe_step(requests, work_room(self.store, self.device), self.device)
-        plan(descriptor, self.store, self.device)
+        descriptor = describe_step(requests, self._work_room(), self.device)
+        self._plan(descriptor)
         return descriptor
 
+    def _work_room(self) -> int:
+        # the most work items that a step can have
+        return work_items(self.store.batch, self.store.heads, resident_programs(self.device))
 
-def work_room(store: KVStore, device: torch.device) -> int:
-    """Return the most work items that a step can have."""
-    return work_items(store.batch, store.heads, resident_programs(device))
-
-
-def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> None:
-    """Split a step's keys over the device's processors."""
-    split_plan.triton(descriptor, store.heads, resident_programs(device))
+    def _plan(self, step: StepDescriptor) -> None:
+        split_plan.triton(step, self.store.heads, resident_programs(self.device))
 
 
 def known_requests(passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy) -> Requests:

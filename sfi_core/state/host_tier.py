@@ -49,14 +49,6 @@ class LayerTiers:
         parts = [rows_HTX.reshape(H, T // N, -1).transpose(0, 1) for rows_HTX in (key_HTD, value_HTE)]
         return torch.cat(parts, -1)
 
-    def keep(self, row: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor, norm_HT: torch.Tensor) -> None:
-        """Write a request's new norms and resident heads, which never leave the device."""
-        new = slice(start, start + norm_HT.shape[1])
-        self.norm_BHT[row, :, new] = norm_HT
-        for place, head in enumerate(self.resident):
-            self.key_BRTD[row, place, new] = key_HTD[head]
-            self.value_BRTE[row, place, new] = value_HTE[head]
-
     def complete(self, ring_page: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
         """Return the pages that tokens from `start` on complete, in the host's layout; `ring_page` has those before."""
         N = self.ring.key_PHND.shape[2]

@@ -97,7 +97,11 @@ class TwoTierStore(KVStore):
         for row, (begin, new) in enumerate(zip(start, count, strict=True)):
             new_tokens = slice(key_BHTD.shape[2] - new, None)
             key_HTD, value_HTE = key_BHTD[row, :, new_tokens], value_BHTE[row, :, new_tokens]
-            tiers.keep(row, begin, key_HTD, value_HTE, norm_BHT[row, :, new_tokens])
+            positions = slice(begin, begin + new)
+            tiers.norm_BHT[row, :, positions] = norm_BHT[row, :, new_tokens]
+            for place, head in enumerate(tiers.resident):
+                tiers.key_BRTD[row, place, positions] = key_HTD[head]
+                tiers.value_BRTE[row, place, positions] = value_HTE[head]
             if (begin + new) // N > begin // N:
                 first = row * self.ring_pages + begin // N % self.ring_pages
                 pages = tiers.complete(first, begin, key_HTD, value_HTE)

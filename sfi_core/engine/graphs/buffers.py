@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sfi_core.engine.batch_pass import Descriptors, Requests, Rows, known_requests, plan, work_room
+from sfi_core.engine.batch_pass import Descriptors, Requests, Rows, known_requests
 from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
@@ -52,7 +52,7 @@ class StepBuffers(Descriptors):
 
     def _idle(self) -> StepDescriptor:
         idle = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0)
-        made = describe_step([idle] * self.store.batch, work_room(self.store, self.device), self.device)
+        made = describe_step([idle] * self.store.batch, self._work_room(), self.device)
         return StepDescriptor(made.buffer, self.store.batch, (), (), self.store.capacity)
 
     @property
@@ -102,7 +102,7 @@ class StepBuffers(Descriptors):
         self.selections = {}
         for step in (self.descriptor, self.dense):
             if step is not None:
-                plan(step, self.store, self.device)
+                self._plan(step)
         sink, table_BP = self.policy.config.sink, self.store.block_table_BP
         self.rows = Rows.of_slow(sink, self.descriptor, table_BP) if self.refreshes else None
 
