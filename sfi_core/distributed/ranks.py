@@ -30,10 +30,7 @@ GLOO = "gloo/transport"  # its errors have no type of their own
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that run one model, seen from rank `number`, which holds the KV heads from `number * H` on.
-
-    A `group` of None is the default process group.
-    """
+    """The processes that run one model, seen from rank `number`, whose KV heads begin at `number * H`."""
 
     number: int = 0
     size: int = 1

@@ -112,10 +112,7 @@ class Requests(NamedTuple):
 
 @dataclass(slots=True)
 class Descriptors:
-    """Writes each pass's descriptors into new buffers, and plans the triton backend's work.
-
-    The pass under way was `launched` if the device began it before the host described it.
-    """
+    """Writes each pass's descriptors into new buffers, and plans triton's work; the device may have `launched` it."""
 
     store: KVStore
     device: torch.device

@@ -58,10 +58,7 @@ class Windows(Protocol):
 
 
 class CompiledSteps:
-    """The decoding steps of one run, after its prompts; `threads` share each.
-
-    Where the policy selects by more than the evidence, the engine attends, between two calls a layer.
-    """
+    """The decoding steps of one run, shared by `threads`; the engine attends where more than the evidence selects."""
 
     given_up = ""
 

@@ -23,10 +23,7 @@ TRIED, KEPT = 20.0, 19.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRule:
-    """Decides for each request whether its next pass drafts one more token or verifies.
-
-    `cost` is in (0, 1]; None if unknown. `selecting` is `Policy.selection_tokens`.
-    """
+    """Decides whether a request drafts or verifies next; `cost` is in (0, 1], `selecting` `Policy.selection_tokens`."""
 
     config: DraftConfig
     stop_ids: frozenset[int]
@@ -124,11 +121,8 @@ class Drafts:
 
     def begin(self) -> None:
         """Enter the pass that is planned."""
-        passes = [
-            RequestPass.decode(block.reason, len(block.tokens)) if block is not None else RequestPass()
-            for block in self.blocks
-        ]
-        self.run.begin(passes)
+        decode = RequestPass.decode
+        self.run.begin([decode(block.reason, len(block.tokens)) if block else RequestPass() for block in self.blocks])
 
     def positions(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
         """Return the row of every token to pick, how many drafted tokens precede it, and which."""

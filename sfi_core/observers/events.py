@@ -162,10 +162,7 @@ class SelectionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallEvent:
-    """One layer of one request fetched `rows_H` rows of keys and values from the host, by KV head, int32.
-
-    One head's row, key and value, has `row_bytes`. The step waited `waited_us` microseconds for the rows.
-    """
+    """One layer of one request fetched `rows_H` rows of `row_bytes` from the host, by KV head, int32; the step waited."""
 
     request: int
     step: int

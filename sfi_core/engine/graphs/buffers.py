@@ -108,11 +108,7 @@ class StepBuffers(Descriptors):
 
 
 def describe_again(requests: Sequence[StepRequest], known: StepDescriptor, most: int) -> StepDescriptor:
-    """Write a decoding step's descriptor over the buffer of `known`, without a plan; T is that of `known`.
-
-    The lists of slow requests, and a request's drafted tokens, are padded to a power of two, at most the batch and
-    `most` with the first token.
-    """
+    """Write a decoding step's descriptor over `known`, lists and drafts padded to powers of two, without a plan."""
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)
     queries = 1 + bucket(step.queries - 1, most - 1)
@@ -131,10 +127,7 @@ def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescript
 
 
 def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
-    """Foresee the next step if no request stops and none joins: the argument of `StepBuffers.write`, and the states.
-
-    None if the step depends on its tokens, is audited, or would not fit the store.
-    """
+    """Foresee the next step and its states, if no request stops or joins; None if tokens, audit or room forbid it."""
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
