@@ -112,7 +112,7 @@ class Requests(NamedTuple):
 
 @dataclass(slots=True)
 class Descriptors:
-    """Writes each pass's descriptors into new buffers, and plans triton's work; the device may have `launched` it."""
+    """Writes each pass's descriptors to new buffers and plans triton's work; `launched` if the device has begun it."""
 
     store: KVStore
     device: torch.device

@@ -162,7 +162,7 @@ class SelectionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallEvent:
-    """One layer of one request fetched `rows_H` rows of `row_bytes` from the host, by KV head, int32; the step waited."""
+    """A layer of a request fetched `rows_H` rows of `row_bytes` from the host, by KV head, int32; the step waited."""
 
     request: int
     step: int
