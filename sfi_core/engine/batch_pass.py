@@ -33,11 +33,12 @@ class Rows:
     most_sink: int
     _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def head_pages(self, heads: int) -> torch.Tensor:
+    def head_pages(self, heads: int, page_size: int) -> torch.Tensor:
         """Return the pages of each of `heads` KV heads, as `KVStore.norms` takes them; call on one stream only."""
         if heads not in self._head_pages:
             head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
-            self._head_pages[heads] = self.table_RP[:, None] * heads + head_H1
+            used_RP = self.table_RP[:, : -(-self.longest // page_size)]
+            self._head_pages[heads] = used_RP[:, None] * heads + head_H1
         return self._head_pages[heads]
 
     @classmethod

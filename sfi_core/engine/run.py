@@ -112,7 +112,7 @@ class Run:
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass; `passes` says what each request does in it."""
-        # a prompt's pieces are one step: the first prompts' last piece begins step 0, a later prompt's first piece its
+        # a prompt's pieces are one step, which the first prompts' last piece begins, but a later prompt's first piece
         ends_first_prompts = self.step < 0 and any(request.generates for request in passes)
         continues_prompt = self._batch_pass is not None and not self._batch_pass.generates
         if ends_first_prompts or (self.step >= 0 and not continues_prompt):

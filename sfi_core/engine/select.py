@@ -285,9 +285,10 @@ def layer_context(
 def _evidence(layers: Sequence[Layer], rows: Rows, seen: Seen) -> dict[str, Any]:
     # the fields of `Evidence`, for the requests in `rows`, of the first layer, then of the next
     layer, run, several = layers[0], layers[0].run, len(layers) > 1
+    pages = [rows.head_pages(each.pages.key_PHND.shape[1], run.store.page_size) for each in layers]
     norms = [
-        run.store.norms(each.index, rows.head_pages(each.pages.key_PHND.shape[1]))[:, :, : rows.longest]
-        for each in layers
+        run.store.norms(each.index, page_RHP)[:, :, : rows.longest]
+        for each, page_RHP in zip(layers, pages, strict=True)
     ]
     fields: dict[str, Any] = {
         "layer": layer.index,

@@ -57,7 +57,7 @@ class PagedView(KVStore):
         """See `KVStore`."""
         norm_PHN = self.layers[layer].norm_PHN
         norm = norm_PHN.flatten(0, 1).index_select(0, page_RHP.flatten())
-        return norm.view(*page_RHP.shape[:2], self.capacity)
+        return norm.view(*page_RHP.shape[:2], -1)
 
     def row(self, row: int) -> Self:
         """See `KVStore`: a view of batch 1 over the same pages."""

@@ -83,7 +83,7 @@ class KVStore(Protocol):
         """Return keys (`which` 0) or values (1)."""
 
     def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
-        """Return key norms of requests up to the capacity, [R, H, T] float32; undefined beyond a request's tokens.
+        """Return key norms of requests in their first pages, [R, H, T] float32; undefined beyond a request's tokens.
 
         `page_RHP` are the requests' page numbers times H, plus the KV head.
         """
