@@ -162,11 +162,12 @@ def join() -> Ranks:
 @cache
 def mesh(device: torch.device) -> DeviceMesh:
     """Make the device mesh of a tensor-parallel model over all ranks; its calls end after `timeout()`."""
-    backend, device_id, limit = "gloo", None, timedelta(seconds=timeout())
+    limit = timedelta(seconds=timeout())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend, device_id = "nccl", device
-    group = dist.new_group(backend=backend, timeout=limit, device_id=device_id)
+        group = dist.new_group(backend="nccl", timeout=limit, device_id=device)
+    else:
+        group = dist.new_group(backend="gloo", timeout=limit)
     return DeviceMesh.from_group(group, device.type)
 
 

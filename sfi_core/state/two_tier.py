@@ -168,7 +168,8 @@ class TwoTierStore(KVStore):
         segment.reserve(most_sink + index_RHK.shape[2])
         self._offload_sinks(layer, tiers, most_sink)
         old = segment.tensors
-        into = self._scratch_like(old, len(request_R))
+        key, value, position, length = self._scratch_like(old, len(request_R))
+        into = key, value, position, length
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 
