@@ -2,6 +2,7 @@
 
 import torch
 
+from sfi_core.state.kv_store import KVStore
 from sfi_core.state.side_stream import SideStream
 from sfi_core.state.two_tier import TwoTierStore
 from tests.fakes import int32
@@ -41,8 +42,15 @@ class Written:
                 found = joined(self.store.blocks(layer, row, key.shape[1], head))
                 assert torch.equal(found[0], key[heads])
                 assert torch.equal(found[1], value[heads])
-            norms = self.store.norms(layer, [row], key.shape[1])[0]
+            norms = norms_of(self.store, layer, row, key.shape[1])
             torch.testing.assert_close(norms.double(), key.double().norm(dim=-1), rtol=1e-6, atol=0)
+
+
+def norms_of(store: KVStore, layer: int, row: int, length: int) -> torch.Tensor:
+    """Return a request's key norms, [H, length]."""
+    heads = store.pages(layer).key_PHND.shape[1]
+    page_1HP = store.block_table_BP[row][None, None] * heads + torch.arange(heads)[:, None].int()
+    return store.norms(layer, page_1HP)[0, :, :length]
 
 
 def joined(blocks) -> tuple[torch.Tensor, torch.Tensor]:

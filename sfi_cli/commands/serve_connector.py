@@ -68,7 +68,7 @@ class SfiConnector(PlainConnector):
     def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
         """Plan an engine step, and record that it begins."""
         made = super().build_connector_meta(scheduler_output)
-        entries, shape = made.plan.entries, self.planner.shape
+        entries = made.plan.entries
         if self._recorder is not None and entries:
             self._recorder.on(
                 BeginStepEvent(
@@ -76,8 +76,6 @@ class SfiConnector(PlainConnector):
                     slow=tuple(entry.request for entry in entries if entry.request_pass.kind != FAST),
                     fast=tuple(entry.request for entry in entries if entry.request_pass.kind == FAST),
                     reads_prompt=any(not entry.decode for entry in entries),
-                    cached_tokens=shape["cached_tokens"],
-                    moved_bytes=shape.get("moved_bytes", 0),
                 )
             )
             span = self._recorder.span("engine step")

@@ -30,10 +30,7 @@ GLOO = "gloo/transport"  # its errors have no type of their own
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The processes that run one model, seen from rank `number`, which holds the KV heads from `number * H` on.
-
-    A `group` of None is the default process group.
-    """
+    """The processes that run one model, seen from rank `number`, whose KV heads begin at `number * H`."""
 
     number: int = 0
     size: int = 1
@@ -89,10 +86,7 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise an `SfiError` of one rank on every rank; inside, no rank may call another.
-
-        The first rank's error wins; the message names the rank unless all have the same error.
-        """
+        """Raise the first rank's `SfiError` on every rank, named unless all have it; inside, no rank calls another."""
         error: SfiError | None = None
         try:
             yield
@@ -168,13 +162,12 @@ def join() -> Ranks:
 @cache
 def mesh(device: torch.device) -> DeviceMesh:
     """Make the device mesh of a tensor-parallel model over all ranks; its calls end after `timeout()`."""
+    limit = timedelta(seconds=timeout())
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = dist.new_group(
-        backend="nccl" if device.type == "cuda" else "gloo",
-        timeout=timedelta(seconds=timeout()),
-        device_id=device if device.type == "cuda" else None,
-    )
+        group = dist.new_group(backend="nccl", timeout=limit, device_id=device)
+    else:
+        group = dist.new_group(backend="gloo", timeout=limit)
     return DeviceMesh.from_group(group, device.type)
 
 

@@ -13,23 +13,12 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from sfi_core.engine import by_request
+from sfi_core.engine import by_request, select
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
-from sfi_core.engine.select import (
-    Handed,
-    choose_and_note,
-    end_prompt,
-    hand_over,
-    layer_context,
-    select_before,
-    select_next,
-)
 from sfi_core.errors import BackendError, unknown
-from sfi_core.settings.engine import BACKENDS, PAGE_SIZE
-from sfi_core.state.layer_pages import LayerShape
+from sfi_core.settings.engine import BACKENDS
 from sfi_core.state.request import RequestState
-from sfi_kernels.attention_tile import check_limits
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import KernelLimitError, check_device
@@ -53,7 +42,7 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     whole = layer.backend == "triton" and run.store.whole_on_device
     with run.launches():
         out = (_attend if whole else by_request.attend)(layer, query_BHGTD)
-        end_prompt(layer, query_BHGTD)
+        select.end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out)
     return out
 
@@ -63,7 +52,7 @@ def end_prompts(run: Run, index: int, query_BHGTD: torch.Tensor, out_BHGTE: torc
     layer = Layer(run, index, **options)
     run.meter.count("host.prefill_attention", len(layer.batch_pass.prompts))
     with run.launches():
-        end_prompt(layer, query_BHGTD)
+        select.end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out_BHGTE)
 
 
@@ -77,24 +66,24 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
     if not policy.chooses or layer.left_dense:
         return
     for row in rows:
-        before = _before_step(states[row])
+        before = replace(states[row], length=states[row].length - 1)  # as it was before the step
         if policy.companion.lacks(before, run.notes[before.request, layer.index]):
             first = max(0, before.length - policy.config.window_prefill)
             key_1HWD = run.store.keys(layer.index, row, first, before.length)
             query_1HGWD = key_1HWD[:, :, None].expand(-1, -1, group, -1, -1)
-            context = layer_context(layer, (row,), query_1HGWD)
+            context = select.layer_context(layer, (row,), query_1HGWD)
             with run.launches():
                 policy.select_after(replace(context, states=(before,)))
 
 
-def lacking(run: Run, layer: int, rows: Sequence[int], states: Sequence[RequestState]) -> bool:
-    """Say whether `prepare` has to learn anything in a layer: all of a request's layers lack it at the same step."""
-    before = [_before_step(states[row]) for row in rows]
-    return any(run.policy.companion.lacks(state, run.notes[state.request, layer]) for state in before)
-
-
-def _before_step(state: RequestState) -> RequestState:
-    return replace(state, length=state.length - 1)
+def prepare_layers(run: Run, layers: Sequence[int], rows: Sequence[int], states: Sequence[RequestState]) -> None:
+    """Do as `prepare` in layers that have codes, unless the first lacks nothing: all lack it at the same step."""
+    before = (replace(states[row], length=states[row].length - 1) for row in rows)
+    lacks = run.policy.companion.lacks
+    if layers and any(lacks(state, run.notes[state.request, layers[0]]) for state in before):
+        for index in layers:
+            group = run.batch_codes[index].recent_BHXGD.shape[3]
+            prepare(Layer(run, index, **run.options[index]), group, rows, states)
 
 
 def read(
@@ -146,9 +135,9 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
     mixes = policy.mixes_heads and not layer.left_dense
     if layer.chooses:
-        pseudo = choose_and_note(layer, step, last_BHG1D)
+        pseudo = select.choose_and_note(layer, step, last_BHG1D)
     elif policy.selects_before and step.fast and not mixes:
-        select_before(layer, step.fast, _of(layer, step.fast, last_BHG1D))
+        select.select_before(layer, step.fast, _of(layer, step.fast, last_BHG1D))
     if mixes:
         with run.observer.span("attention.heads", layer.index):
             result = read(layer, step, last_BHG1D, dense_BH=_dense_heads(layer, last_BHG1D))
@@ -160,11 +149,11 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
             result = read(layer, step, query_BHGTD, pseudo=pseudo)
         count_attention(run, step)
     if result.logits_BHGWT is not None:
-        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
-        hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)
+        handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
+        select.hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)
     if policy.selects_next and step.fast and not mixes:
         query = _of(layer, step.fast, last_BHG1D)
-        layer.later.append(partial(select_next, layer, step.fast, query))
+        layer.later.append(partial(select.select_next, layer, step.fast, query))
     return result.out_BHGWE
 
 
@@ -238,10 +227,3 @@ def check_backend(backend: str, device: torch.device) -> None:
             check_device(device)
         except KernelLimitError as error:
             raise BackendError(str(error)) from error
-
-
-def check_shapes(shapes: Sequence[LayerShape], page_size: int | None, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise `KernelLimitError` for layers that the Triton kernels cannot take."""
-    for shape in shapes:
-        if shape.window is None:
-            check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, dtype, device)

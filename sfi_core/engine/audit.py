@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from sfi_core.engine.batch_pass import SeenLayer
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.observers.events import AuditEvent
@@ -67,7 +67,8 @@ class Audit:
             retained_HG = (mass_HGT * read_HT[:, None]).sum(-1)
             for head in layer.dense_heads.get(row, ()):
                 retained_HG[head] = 1.0
-            error_H = _error(layer, row, query_1HGD, out_HGE)
+            dense_HX = layer.dense(row, query_1HGD[:, :, :, None])[0, :, :, 0].float().flatten(1)
+            error_H = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(dim=1)
         last = self.queries.get((state.request, layer.index))
         cosine_H = mass_HT.new_full((H,), torch.nan)
         if last is not None:
@@ -102,26 +103,16 @@ def _read(layer: Layer, row: int, all_HT: torch.Tensor) -> torch.Tensor:
     return read_HT
 
 
-def _error(layer: Layer, row: int, query_1HGD: torch.Tensor, out_HGE: torch.Tensor) -> torch.Tensor:
-    dense_HX = layer.dense(row, query_1HGD[:, :, :, None])[0, :, :, 0].float().flatten(1)
-    error_H: torch.Tensor = (out_HGE.float().flatten(1) - dense_HX).norm(dim=1) / dense_HX.norm(dim=1)
-    return error_H
-
-
 def dense_twin(run: Run, count: int | None = None) -> Run:
     """Return a run over the same store in which all are slow, for the pass under way, of at most `count` tokens."""
     policy = Policy(run.policy.config, run.policy.trigger)
     twin = Run(policy, NullObserver(), run.store, device=run.device)
     twin.requests = [replace(state, slow=True) for state in run.requests]
     twin.segments, twin.layers, twin.step = run.segments, run.layers, run.step
-    passes = [
-        replace(
-            request,
-            kind=SLOW if request.kind == FAST else request.kind,
-            count=request.count if count is None else min(request.count, count),
-        )
-        for request in run.batch_pass.passes
-    ]
+    passes = []
+    for request in run.batch_pass.passes:
+        tokens = request.count if count is None else min(request.count, count)
+        passes.append(replace(request, kind=SLOW if request.kind == FAST else request.kind, count=tokens))
     twin.describe(passes, run.batch_pass.start)
     return twin
 

@@ -1,10 +1,11 @@
-"""The forward pass under way: what each request does in it, and what all layers share."""
+"""The forward pass under way: what each request does in it, what all layers share, and who watches the layers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
+from torch.nn.functional import pad
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.policies.base import Policy
@@ -32,11 +33,12 @@ class Rows:
     most_sink: int
     _head_pages: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def head_pages(self, heads: int) -> torch.Tensor:
-        """Return the pages of each of `heads` KV heads, as `KVStore.norms_of` takes them; call on one stream only."""
+    def head_pages(self, heads: int, page_size: int) -> torch.Tensor:
+        """Return the pages of each of `heads` KV heads, as `KVStore.norms` takes them; call on one stream only."""
         if heads not in self._head_pages:
             head_H1 = torch.arange(heads, dtype=torch.int32, device=self.table_RP.device)[:, None]
-            self._head_pages[heads] = self.table_RP[:, None] * heads + head_H1
+            used_RP = self.table_RP[:, : -(-self.longest // page_size)]
+            self._head_pages[heads] = used_RP[:, None] * heads + head_H1
         return self._head_pages[heads]
 
     @classmethod
@@ -109,25 +111,16 @@ class Requests(NamedTuple):
     dense: list[StepRequest] | None
 
 
-class Descriptors(Protocol):
-    """Writes the descriptors of a pass."""
-
-    launched: bool  # whether the device began the pass under way before the host described it
-
-    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
-
-
 @dataclass(slots=True)
-class FreshDescriptors:
-    """Writes each pass's descriptors into new buffers, and plans the triton backend's work."""
+class Descriptors:
+    """Writes each pass's descriptors to new buffers and plans triton's work; `launched` if the device has begun it."""
 
     store: KVStore
     device: torch.device
     launched: bool = False
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """See `Descriptors`."""
+        """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
         dense = None if known.dense is None else self._describe(known.dense)
         return self._describe(known.requests), dense
 
@@ -135,19 +128,16 @@ class FreshDescriptors:
         decodes = any(request.mode in (FAST, SLOW) for request in requests)
         if not decodes or self.store.backend != "triton":
             return describe_step(requests, 0, self.device)
-        descriptor = describe_step(requests, work_room(self.store, self.device), self.device)
-        plan(descriptor, self.store, self.device)
+        descriptor = describe_step(requests, self._work_room(), self.device)
+        self._plan(descriptor)
         return descriptor
 
+    def _work_room(self) -> int:
+        # the most work items that a step can have
+        return work_items(self.store.batch, self.store.heads, resident_programs(self.device))
 
-def work_room(store: KVStore, device: torch.device) -> int:
-    """Return the most work items that a step can have."""
-    return work_items(store.batch, store.heads, resident_programs(device))
-
-
-def plan(descriptor: StepDescriptor, store: KVStore, device: torch.device) -> None:
-    """Split a step's keys over the device's processors."""
-    split_plan.triton(descriptor, store.heads, resident_programs(device))
+    def _plan(self, step: StepDescriptor) -> None:
+        split_plan.triton(step, self.store.heads, resident_programs(self.device))
 
 
 def known_requests(passes: Sequence[RequestPass], states: Sequence[RequestState], policy: Policy) -> Requests:
@@ -169,3 +159,55 @@ def _step_request(request: RequestPass, state: RequestState, policy: Policy, *, 
         recent_start=state.recent_start, packed=packed, sink=sink, count=request.count, mixed=mixed,
         sparse_start=state.read_start if mixed else None,
     )  # fmt: skip
+
+
+class SeenLayer(Protocol):
+    """An `engine.layer.Layer`, as far as a run knows it."""
+
+    index: int
+    options: dict[str, Any]
+    batch_pass: BatchPass
+
+
+class Watcher(Protocol):
+    """Sees the queries and outputs of every layer, and may keep data of its own."""
+
+    def see(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Look at the pass's queries and outputs of a layer."""
+
+    def forget(self, request: int) -> None:
+        """Drop the data of a request that has left; by default there are none by request."""
+        del request
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayer:
+    """The input of a layer's first selection: the prompt's last queries, and scale, soft cap and sinks."""
+
+    options: dict[str, Any]
+    query_BHGTD: torch.Tensor
+
+
+@dataclass(slots=True)
+class PromptQueries(Watcher):
+    """Keeps the last `window` queries of each prompt, by layer, for the first selection; None keeps all."""
+
+    window: int | None
+    layers: dict[int, PromptLayer] = field(default_factory=dict)
+
+    def see(self, layer: SeenLayer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
+        """Keep the queries of a piece of the prompt."""
+        self.layers[layer.index] = PromptLayer(layer.options, self.with_kept(layer, query_BHGTD).clone())
+
+    def with_kept(self, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+        """Return the prompts' last queries, those of the new piece included, padded on the left."""
+        query, T, count = query_BHGTD, query_BHGTD.shape[3], layer.batch_pass.count
+        before = self.layers.get(layer.index)
+        if before is not None and all(tokens == T for tokens in count):
+            query = torch.cat([before.query_BHGTD, query], 3)
+        elif before is not None:  # drop the padding between a request's old and new queries
+            pairs = zip(before.query_BHGTD, query, count, strict=True)
+            rows = [torch.cat([old, new[:, :, T - tokens :]], 2) for old, new, tokens in pairs]
+            width = max(row.shape[2] for row in rows)
+            query = torch.stack([pad(row, (0, 0, width - row.shape[2], 0)) for row in rows])
+        return query if self.window is None else query[:, :, :, -self.window :]

@@ -1,8 +1,7 @@
 """Attention of a layer in PyTorch, the reference: requests run one by one; neighbors that decode fast share calls."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -12,14 +11,14 @@ from sfi_core.engine.select import Handed, choose_and_note, hand_over, select_be
 from sfi_kernels.compiled import fastest
 from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.step_descriptor import FAST, PROMPT, sent
+from sfi_kernels.step_descriptor import FAST, IDLE, PROMPT, sent
 
 R = TypeVar("R")
 
 
 def attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     """Attend with the pass's queries; see `engine.attend.attend`."""
-    batch_pass, alike, pseudo = layer.batch_pass, list(_alike(layer)), None
+    batch_pass, alike, pseudo = layer.batch_pass, _alike(layer), None
     if layer.chooses and batch_pass.decodes:
         pseudo = choose_and_note(layer, batch_pass.descriptor, query_BHGTD[:, :, :, -1:])
     B, H, G, T, _ = query_BHGTD.shape
@@ -55,23 +54,18 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken 
     return out
 
 
-def _alike(layer: Layer) -> Iterator[slice]:
-    # yields single rows, and ranges of neighbors that only attend sparsely
-    policy = layer.run.policy
+def _alike(layer: Layer) -> list[slice]:
+    # single rows, and ranges of neighbors that only attend sparsely
+    policy, parts, last = layer.run.policy, list[slice](), IDLE
     selects = (policy.selects_before or policy.selects_next) and not layer.chooses
     shares = not (layer.left_dense or selects or policy.mixes_heads)
-    kinds = [
-        "" if not request.count else "fast" if shares and request.kind == FAST else "alone"
-        for request in layer.batch_pass.passes
-    ]
-    first = 0
-    for kind, group in groupby(kinds):
-        stop = first + len(list(group))
-        if kind == "fast":
-            yield slice(first, stop)
-        elif kind:
-            yield from (slice(row, row + 1) for row in range(first, stop))
-        first = stop
+    for row, request in enumerate(layer.batch_pass.passes):
+        if shares and request.kind == last == FAST:
+            parts[-1] = slice(parts[-1].start, row + 1)
+        elif request.count:
+            parts.append(slice(row, row + 1))
+        last = request.kind
+    return parts
 
 
 def _whole(layer: Layer, row: int, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]) -> R:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from sfi_core.engine.attend import attend, lacking, prepare
+from sfi_core.engine.attend import attend, prepare_layers
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
@@ -58,10 +58,7 @@ class Windows(Protocol):
 
 
 class CompiledSteps:
-    """The decoding steps of one run, after its prompts; `threads` share each.
-
-    Where the policy selects by more than the evidence, the engine attends, between two calls a layer.
-    """
+    """The decoding steps of one run, shared by `threads`; the engine attends where more than the evidence selects."""
 
     given_up = ""
 
@@ -120,9 +117,7 @@ class CompiledSteps:
             run.policy.key_width = int(self._step_X[Step.WIDTH])
             for index in self._sparse:
                 run.codes(index, group)
-            lacks = self._sparse and lacking(run, self._sparse[0], run.batch_pass.fast, run.requests)
-            for index in self._sparse if lacks else ():
-                prepare(Layer(run, index, **run.options[index]), group, run.batch_pass.fast, run.requests)
+            prepare_layers(run, self._sparse, run.batch_pass.fast, run.requests)
         tensors = [run.store.pages(index).key_PHND for index in self._layers]
         if self._attends and (run.policy.selects or run.batch_pass.fast):
             tensors += [run.segment(index).position_BHS for index in self._sparse]
@@ -218,12 +213,12 @@ class CompiledSteps:
         run, heard = self._run, bool(self._step_X[Step.DIAGNOSES])
         rows = {row: row for row in run.batch_pass.fast}
         for index in self._sparse:
-            choice_BHK, unread_BHC = self._buffers["choice"][index], self._buffers["unread"][index]
-            diagnostics = {}
+            choice = Selection(self._buffers["choice"][index])
             if heard:
-                choice_BHK, (estimate_BH, margin_BH) = choice_BHK.clone(), unread_BHC.clone().unbind(-1)
+                estimate_BH, margin_BH = self._buffers["unread"][index].unbind(-1)
                 diagnostics = {"unread_estimate": estimate_BH, "score_margin": margin_BH}
-            note(run, (index,), rows, Selection(choice_BHK, diagnostics))
+                choice = Selection(choice.index_BHK, diagnostics).copy()
+            note(run, (index,), rows, choice)
 
     def _count(self) -> None:
         run, layers, sparse = self._run, len(self._layers), len(self._sparse)

@@ -64,8 +64,7 @@ class Layer:
         if not store.whole_on_device:
             blocks = store.blocks(self.index, row, length)
             return streamed_attention(query_1HGWD, blocks, length, **self.options)
-        out: torch.Tensor = dense_attention.on(self.backend)(query_1HGWD, *self._whole(row), **self.options)
-        return out
+        return dense_attention.on(self.backend)(query_1HGWD, *self._whole(row), **self.options)
 
     def decodes_by(self, query_1HGWD: torch.Tensor) -> str:
         """Return the backend of dense attention with a decoding request's queries: numba's loops take a few."""
@@ -131,11 +130,10 @@ class Layer:
         """Return the logits of some requests' last W queries, [R, H, G, W, T] float32."""
         store, chosen = self.run.store, self.run.rows(tuple(rows))
         if store.whole_on_device:
-            made: torch.Tensor = window_logits.on(self.backend)(
+            return window_logits.on(self.backend)(
                 query_RHGWD, self.pages.key_PHND, chosen.table_RP, chosen.length_R, **self.logit_options,
                 longest=chosen.longest,
             )  # fmt: skip
-            return made
         made = query_RHGWD.new_full((*query_RHGWD.shape[:4], chosen.longest), -torch.inf, dtype=torch.float32)
         for place, row in enumerate(rows):
             length, only = self.run.requests[row].length, slice(place, place + 1)

@@ -11,7 +11,6 @@ import torch
 from sfi_core.observers.events import StepEvent
 from sfi_core.policies.base import Policy
 from sfi_core.settings.engine import AuditConfig
-from sfi_core.state.kv_store import Recall
 from sfi_core.state.request import RequestState
 from sfi_kernels.compiled import clock, compiling_seconds
 from sfi_kernels.step_descriptor import FAST, IDLE, PROMPT, SLOW
@@ -60,12 +59,10 @@ def enter(state: RequestState, request: RequestPass, policy: Policy) -> None:
     if not request.generates:
         state.length += request.count
         return
+    steps = 1 if request.ends_prompt else request.count
+    state.begin(slow=request.kind != FAST, reason=request.reason, new_tokens=request.count, steps=steps)
     if request.ends_prompt:
-        state.begin(slow=True, reason=request.reason, new_tokens=request.count)
         state.prompt_tokens = state.length - len(state.tokens)
-    else:
-        slow, count = request.kind == SLOW, request.count
-        state.begin(slow=slow, reason=request.reason, new_tokens=count, steps=count)
     config = policy.config
     state.move_recent(config.sink, config.recent, sliding=config.recent_mode == "sliding")
 
@@ -118,14 +115,9 @@ def step_shape(
 ) -> dict[str, Any]:
     """Return what the requests of a batch's step share; `moved` are the bytes read for a request, if known."""
     states = (*slow, *fast)
-    shape: dict[str, Any] = {
-        "slow_requests": len(slow),
-        "fast_requests": len(fast),
-        "cached_tokens": sum(state.length for state in states),
-    }
-    if moved is not None:
-        shape["moved_bytes"] = round(sum(map(moved, states)))
-    return shape
+    cached = sum(state.length for state in states)
+    read = {} if moved is None else {"moved_bytes": round(sum(map(moved, states)))}
+    return {"slow_requests": len(slow), "fast_requests": len(fast), "cached_tokens": cached, **read}
 
 
 def steady_seconds(laps: Mapping[tuple[int, ...], Sequence[float]]) -> float:
@@ -165,13 +157,6 @@ class Meter:
     def count(self, path: str, times: int = 1) -> None:
         """Count calls of a path."""
         self.paths[path] += times
-
-    def count_recall(self, step: int, brought: Recall) -> None:
-        """Count a recall of a decoding step; those of step 0 belong to reading the prompt."""
-        if step > 0:
-            rows, size = brought.rows_RH.sum(), brought.row_bytes
-            self.recalled[size] = self.recalled[size] + rows if size in self.recalled else rows
-            self.recall_seconds += brought.waited
 
     @property
     def recalled_bytes(self) -> int:

@@ -115,13 +115,12 @@ class Loop:
         return token_B
 
     def _admit(self, token_B: list[int]) -> Generator[NewTokens, None, list[int]]:
-        # begin waiting requests in free rows, also in that of one that ends with its first token; return all rows'
-        # tokens, [] once all requests have ended
+        # begin waiting requests in free rows; return all rows' tokens, [] once all requests have ended
         run, token_B = self.host.run, list(token_B)
         for row in range(len(token_B)):
             while self.waiting and run.requests[row].finished:
                 token_B[row] = yield from self._begin(row, self.waiting.popleft())
-        return [] if run.done else token_B
+        return [] if all(state.finished for state in run.requests) else token_B
 
     def _begin(self, row: int, request: int) -> Generator[NewTokens, None, int]:
         # read a request's prompt into the row, yield and return its first token

@@ -23,10 +23,7 @@ TRIED, KEPT = 20.0, 19.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRule:
-    """Decides for each request whether its next pass drafts one more token or verifies.
-
-    `cost` is in (0, 1]; None if unknown. `selecting` is `Policy.selection_tokens`.
-    """
+    """Decides whether a request drafts or verifies next; `cost` is in (0, 1], `selecting` `Policy.selection_tokens`."""
 
     config: DraftConfig
     stop_ids: frozenset[int]
@@ -89,20 +86,14 @@ class Block:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """A drafting step, kept until its token is verified; then the observer gets the `event` of an accepted one."""
-
-    event: StepEvent
-    logits_V: torch.Tensor | None  # that the token was picked from; None if no observer compares them
-
-
 @dataclass(slots=True)
 class Drafts:
     """The drafts of one run, from the end of its prompts; `limits` are the most new tokens of each request.
 
-    `outcome` decides how many drafts are accepted, for benchmarks with random weights; None accepts those that full
-    attention picks too. `blocks` has each row's input of the pass under way; None for an idle row.
+    A drafting step's event, for the observer if the token is accepted, and logits, None if no observer compares them,
+    wait until the token is verified. `outcome` decides how many drafts are accepted, for benchmarks with random
+    weights; None accepts those that full attention picks too. `blocks` has each row's input of the pass under way; None
+    for an idle row.
     """
 
     run: Run
@@ -111,13 +102,11 @@ class Drafts:
     outcome: Outcome | None = None
     blocks: list[Block | None] = field(default_factory=list)
     _observer: HeldSelections = field(init=False)
-    _steps: dict[int, list[Drafted]] = field(default_factory=dict)
-    _compares: bool = field(init=False)
+    _steps: dict[int, list[tuple[StepEvent, torch.Tensor | None]]] = field(default_factory=dict)
     _shape: Shape = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Hold back the run's selection events until their tokens are verified."""
-        self._compares = LogitsEvent in self.run.observer.wants
         self.run.observer = self._observer = HeldSelections(self.run.observer)
 
     def plan(self) -> list[Block | None]:
@@ -132,11 +121,8 @@ class Drafts:
 
     def begin(self) -> None:
         """Enter the pass that is planned."""
-        passes = [
-            RequestPass.decode(block.reason, len(block.tokens)) if block is not None else RequestPass()
-            for block in self.blocks
-        ]
-        self.run.begin(passes)
+        decode = RequestPass.decode
+        self.run.begin([decode(block.reason, len(block.tokens)) if block else RequestPass() for block in self.blocks])
 
     def positions(self) -> tuple[list[int], list[int], list[tuple[int, ...]]]:
         """Return the row of every token to pick, how many drafted tokens precede it, and which."""
@@ -169,7 +155,7 @@ class Drafts:
         """Take every draft back at the end of the run: unverified tokens are not generated."""
         for state in self.run.requests:
             self._take_back(state)
-            self._observer.drop(state.request)
+            self._observer.keep(state.request, 0)
         self._steps.clear()
 
     def _block(self, state: RequestState, planned: str) -> Block:
@@ -199,8 +185,8 @@ class Drafts:
         state.tally.count_reads(reads.attended, 0, reads.selecting)
         fields = step_fields(state, run.step, reads)
         event = StepEvent(**fields, token_id=token, draft_token_id=token, drafted=True, **self._shape)
-        logits = logits_V.clone() if self._compares else None
-        self._steps.setdefault(state.request, []).append(Drafted(event, logits))
+        logits = logits_V.clone() if LogitsEvent in run.observer.wants else None
+        self._steps.setdefault(state.request, []).append((event, logits))
 
     def _verified(
         self, state: RequestState, block: Block, token_W: Sequence[int], logits_WV: torch.Tensor
@@ -210,48 +196,46 @@ class Drafts:
         if self.outcome is not None:
             accepted = self.outcome(state, block.drafted, token_W)
         given = until_stop(token_W[: accepted + 1], self.rule.stop_ids)
-        kept, read = len(given) - 1, state.length
-        state.length -= drafted - kept
-        state.step -= drafted - kept
+        verified, read = len(given) - 1, state.length
+        state.length -= drafted - verified
+        state.step -= drafted - verified
         # a rejected token makes the selection of the last query stale
-        state.fresh = kept == drafted or not run.policy.refreshes()
+        state.fresh = verified == drafted or not run.policy.refreshes()
         state.tokens += given[:-1]
         state.finish_step(given[-1])
         state.finished = given[-1] in self.rule.stop_ids or (len(state.tokens) >= self.limits[state.request])
-        tally.count_reads(read, sum(range(state.length - kept, state.length + 1)), 0.0)
+        tally.count_reads(read, sum(range(state.length - verified, state.length + 1)), 0.0)
         tally.count_verification(drafted, accepted)
         tally.time_step(state.step, run.meter.began, run.meter.ended)
-        self._tell(state, block, kept, read, logits_WV)
+        self._tell(state, block, verified, read, logits_WV)
         return given
 
-    def _tell(self, state: RequestState, block: Block, kept: int, read: int, logits_WV: torch.Tensor) -> None:
+    def _tell(self, state: RequestState, block: Block, verified: int, read: int, logits_WV: torch.Tensor) -> None:
         # the verification first, then its tokens in the order of the steps
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])
         selects = run.policy.refreshes() and state.fresh
-        if run.policy.selects_before:  # each fast step made its own selection
-            self._observer.keep(state.request, state.step)
-        elif state.fresh:
+        if state.fresh and not run.policy.selects_before:
             self._observer.settle(state.request, state.step)
-        else:
-            self._observer.drop(state.request)
+        else:  # where each fast step made its own selection, those of accepted tokens
+            self._observer.keep(state.request, state.step if run.policy.selects_before else 0)
         event = VerificationEvent(
-            request=state.request, step=state.step, batch_step=run.step, base=state.length - kept - 1,
-            drafted=drafted, accepted=kept, reason=state.reason,
+            request=state.request, step=state.step, batch_step=run.step, base=state.length - verified - 1,
+            drafted=drafted, accepted=verified, reason=state.reason,
             evidence_position=read - 1 if selects else None,
-            attended_tokens=read + sum(step.event.attended_tokens for step in steps),
-            selection_tokens=sum(step.event.selection_tokens for step in steps),
+            attended_tokens=read + sum(step.attended_tokens for step, _ in steps),
+            selection_tokens=sum(step.selection_tokens for step, _ in steps),
             elapsed_us=self._shape["elapsed_us"],
         )  # fmt: skip
         run.observer.on(event)
-        ours = [step.logits_V for step in steps[: kept + 1] if step.logits_V is not None]
+        ours = [logits_V for _, logits_V in steps[: verified + 1] if logits_V is not None]
         if ours:
             compared = compare_logits(torch.stack(ours), logits_WV[: len(ours)])
-            tested = tuple(range(state.step - kept, state.step - kept + len(ours)))
+            tested = tuple(range(state.step - verified, state.step - verified + len(ours)))
             run.observer.on(LogitsEvent(requests=(state.request,) * len(ours), steps=tested, **compared))
-        for step in steps[:kept]:
-            run.observer.on(step.event)
-        other = block.drafted[kept] if kept < drafted else None
+        for step, _ in steps[:verified]:
+            run.observer.on(step)
+        other = block.drafted[verified] if verified < drafted else None
         fields = step_fields(state, run.step, Reads(state.length))
         run.observer.on(StepEvent(**fields, token_id=state.tokens[-1], draft_token_id=other, **self._shape))
 

@@ -1,10 +1,9 @@
 """The schedule of slow steps' selections: Selector, Top-K and pack on a second stream (Sec. 4.1), or together.
 
-With a second stream a layer writes its evidence to a place of a ring of buffers, which the side stream then reads, and
-which the main stream writes again only after that. At the end of the pass the main stream waits for all jobs.
-
-Without one the evidence of several layers may wait for one call of the Selector: for short contexts its sixty
-operations cost the same for ten layers as for one. The packed segment is read at the next step only.
+With a second stream a layer writes its evidence to a place of a ring of buffers, which the side stream reads before the
+main stream writes it again; at the end of the pass the main stream waits for all jobs. Without one the evidence of
+several layers may wait for one call of the Selector, whose sixty operations cost the same for ten short layers as for
+one. The packed segment is read at the next step only.
 """
 
 from collections.abc import Callable, Hashable, Iterator

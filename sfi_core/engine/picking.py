@@ -131,6 +131,9 @@ PAD = 0  # the input of a row whose request has ended or rests: read by nobody, 
 TOKEN, FINE = range(2)  # rows of `picked_2X`: the token, and whether its score is finite
 
 
+Ahead = Callable[[torch.Tensor], None]
+
+
 @dataclass(slots=True)
 class Row:
     """One request of a picker."""
@@ -151,12 +154,7 @@ class Picker(ABC):
     own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
 
     def __init__(
-        self,
-        requests: Sequence[int],
-        ranks: Ranks = ALONE,
-        *,
-        seed: int | None,
-        ahead: Callable[[torch.Tensor], None] | None = None,
+        self, requests: Sequence[int], ranks: Ranks = ALONE, *, seed: int | None, ahead: Ahead | None = None
     ) -> None:
         """Start with the first token of some requests; without a seed, take the best token."""
         self.rows = [Row(request, None if seed is None else (seed, request)) for request in requests]
@@ -193,7 +191,7 @@ class Picker(ABC):
             # else OpenMP's threads spin into the next step
             picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
         running_B = [None if done else index for index, done in zip(index_X, finished_B, strict=True)]
-        token_B = self._read(picked_2B, row_X, running_B, self.ahead)
+        token_B = self._read(picked_2B, row_X, running_B, launches=True)
         pairs = list(zip(token_B, finished_B, strict=True))
         self.advance([[] if done else [token] for token, done in pairs])
         return [PAD if done else token for token, done in pairs]
@@ -244,22 +242,17 @@ class Picker(ABC):
         return self._ranks.settle(picked_2X)
 
     def _read(
-        self,
-        picked_2X: torch.Tensor,
-        row_X: Sequence[int],
-        index_X: Sequence[int | None],
-        ahead: Callable[[torch.Tensor], None] | None = None,
+        self, picked_2X: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int | None], *, launches: bool = False
     ) -> list[int]:
-        # the tokens; without an index a row's score need not be finite. The copy to the host goes before the work of
-        # `ahead`, so that the host does not wait for that
+        # without an index a row's score need not be finite; the copy goes before `ahead`, not to wait for its work
         host, done = picked_2X, None
         if picked_2X.is_cuda:
             host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
             host.copy_(picked_2X, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(picked_2X.device))
-        if ahead is not None:
-            ahead(picked_2X[TOKEN])
+        if launches and self.ahead is not None:
+            self.ahead(picked_2X[TOKEN])
         if done is not None:
             done.synchronize()
         token_X, fine_X = host.tolist()

@@ -32,10 +32,10 @@ class LosslessReport:
     @classmethod
     def of(cls, state: RequestState) -> Self | None:
         """Sum a request up; None if it verified nothing."""
-        tally, decoded = state.tally, max(1, len(state.tokens) - 1)
+        tally = state.tally
         if not tally.verifications:
             return None
-        passes = (tally.drafted + tally.verifications) / decoded
+        passes = (tally.drafted + tally.verifications) / max(1, len(state.tokens) - 1)
         return cls(
             verifications=tally.verifications, drafted=tally.drafted, tested=tally.tested, accepted=tally.accepted,
             passes_per_token=passes,

@@ -27,12 +27,8 @@ def settings_line(changed: Mapping[str, Any], preset: str) -> str:
 
 def request_lines(requests: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say of each request its tokens, slow steps, reads, drafts and, if it waited, times."""
-    several = len(requests) > 1
-    return [
-        line
-        for index, request in enumerate(requests)
-        for line in _request_lines(request, f"request {index}  " if several else "")
-    ]
+    names = [""] if len(requests) == 1 else [f"request {index}  " for index in range(len(requests))]
+    return [line for name, request in zip(names, requests, strict=True) for line in _request_lines(name, request)]
 
 
 def tier_lines(tiers: Mapping[str, Any] | None) -> list[str]:
@@ -98,7 +94,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
+def _request_lines(prefix: str, request: Mapping[str, Any]) -> list[str]:
     slow, fast = request["slow_steps"], request["fast_steps"]
     reasons = ", ".join(f"{count} {name}" for name, count in request["reasons"].items())
     steps = " ".join(str(step) for step in request["slow_at"][:16])
@@ -116,9 +112,9 @@ def _request_lines(request: Mapping[str, Any], prefix: str) -> list[str]:
         *[f"{prefix}cache read   {tokens:,.0f} of {context:,.0f} tokens a {each} ({share})"] * (context > 0),
     ]
     if (lossless := request["lossless"]) is not None:
-        kept = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens kept"
+        accepted = f"{lossless['accepted']:,} of {lossless['drafted']:,} drafted tokens kept"
         passes = f"{lossless['passes_per_token']:.2f} passes a token"
-        lines.append(f"{prefix}lossless     {lossless['verifications']:,} verifications, {kept}, {passes}")
+        lines.append(f"{prefix}lossless     {lossless['verifications']:,} verifications, {accepted}, {passes}")
     if request["queued_seconds"]:
         times = (f"{name} {request[f'{name}_seconds']:.2f} s" for name in ("prefill", "decode"))
         lines.append(f"{prefix}time         waited {request['queued_seconds']:.2f} s, {', '.join(times)}")

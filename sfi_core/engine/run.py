@@ -9,20 +9,10 @@ from typing import Any
 import torch
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.engine.batch_pass import BatchPass, Descriptors, FreshDescriptors, Rows, known_requests
-from sfi_core.engine.ledger import (
-    Meter,
-    Reads,
-    RequestPass,
-    Shape,
-    close_step,
-    enter,
-    plan_step,
-    step_fields,
-    step_shape,
-)
+from sfi_core.engine import ledger
+from sfi_core.engine.batch_pass import BatchPass, Descriptors, PromptQueries, Rows, SeenLayer, Watcher, known_requests
+from sfi_core.engine.ledger import Meter, Reads, RequestPass, Shape
 from sfi_core.engine.maintenance import Maintenance, schedule
-from sfi_core.engine.prompt_queries import PromptQueries, SeenLayer, Watcher
 from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy
@@ -94,18 +84,13 @@ class Run:
         self.prompt_queries = PromptQueries(self.policy.config.window_prefill)
         overlap = self.engine.overlap and isinstance(self.policy, EvidencePolicy)
         self.maintenance = schedule(self.device, self.store.backend, overlap=overlap)
-        self.descriptors = FreshDescriptors(self.store, self.device)
+        self.descriptors = Descriptors(self.store, self.device)
 
     @property
     def batch_pass(self) -> BatchPass:
         """The forward pass under way."""
         assert self._batch_pass is not None, "a forward pass has begun"
         return self._batch_pass
-
-    @property
-    def done(self) -> bool:
-        """Whether the request of every row has ended."""
-        return all(state.finished for state in self.requests)
 
     @property
     def states(self) -> list[RequestState]:
@@ -123,12 +108,11 @@ class Run:
     def begin_decode(self) -> None:
         """Enter the step whose input are the tokens last given to `record`, x_{t-1}."""
         assert self.recorded, "the last step's tokens have been noted"
-        self.begin(plan_step(self.policy, self.requests))
+        self.begin(ledger.plan_step(self.policy, self.requests))
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
         """Enter a forward pass; `passes` says what each request does in it."""
-        # All pieces of a prompt are one step. The last piece of the first prompts begins step 0. The first piece of a
-        # later prompt, which joins a batch that decodes, begins a step.
+        # a prompt's pieces are one step, which the first prompts' last piece begins, but a later prompt's first piece
         ends_first_prompts = self.step < 0 and any(request.generates for request in passes)
         continues_prompt = self._batch_pass is not None and not self._batch_pass.generates
         if ends_first_prompts or (self.step >= 0 and not continues_prompt):
@@ -138,17 +122,16 @@ class Run:
         self.recorded, self.counting = False, None
         start = [state.length for state in self.requests]
         for request, state in zip(passes, self.requests, strict=True):
-            enter(state, request, self.policy)
+            ledger.enter(state, request, self.policy)
         self.describe(passes, start)
         if self.descriptors.launched:
             self.meter.began = self.meter.ended  # the device has worked on this step since then
         if BeginStepEvent in self.observer.wants:
-            batch_pass, shape = self.batch_pass, self._shape()
+            batch_pass = self.batch_pass
             event = BeginStepEvent(
                 step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
                 fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
-                not_replayed=self.meter.not_replayed, cached_tokens=shape["cached_tokens"],
-                moved_bytes=shape["moved_bytes"],
+                not_replayed=self.meter.not_replayed,
             )  # fmt: skip
             self.observer.on(event)
 
@@ -193,8 +176,8 @@ class Run:
         meter, shape = self.meter, {"elapsed_us": self.meter.lasted * 1e6, **self.shape()}
         for state, request, token in zip(self.requests, self.batch_pass.passes, token_B, strict=True):
             if request.generates:
-                fields = step_fields(state, self.step, self.reads(state), self.audit)
-                event = close_step(fields, state, token, **shape)
+                fields = ledger.step_fields(state, self.step, self.reads(state), self.audit)
+                event = ledger.close_step(fields, state, token, **shape)
                 state.tally.time_step(state.step, meter.began, meter.ended)
                 state.finished = token in self.stop_ids
                 self.observer.on(event)
@@ -290,11 +273,14 @@ class Run:
 
     def tell_recall(self, layer: int, rows: Sequence[int], recall: Recall) -> None:
         """Count a layer's recall, and tell the observer, once the rows have arrived from the host."""
-        batch_step, observer = self.step, self.observer
+        batch_step, observer, meter = self.step, self.observer, self.meter
         steps = [(self.requests[row].request, self.requests[row].step) for row in rows]
 
         def tell() -> None:
-            self.meter.count_recall(batch_step, recall)
+            if batch_step > 0:  # those of step 0 belong to reading the prompt
+                rows, size = recall.rows_RH.sum(), recall.row_bytes
+                meter.recalled[size] = meter.recalled[size] + rows if size in meter.recalled else rows
+                meter.recall_seconds += recall.waited
             for place, (request, step) in enumerate(steps):
                 event = RecallEvent(
                     request=request, step=step, layer=layer, rows_H=recall.rows_RH[place],
@@ -306,9 +292,8 @@ class Run:
 
     def shape(self) -> Shape:
         """Return the fields of `StepEvent` that the pass's requests share, before they end their step, if wanted."""
-        return {"graphs": self.meter.replayed, **self._shape()} if StepEvent in self.observer.wants else {}
-
-    def _shape(self) -> dict[str, Any]:
+        if StepEvent not in self.observer.wants:
+            return {}
         batch_pass, policy, meter = self.batch_pass, self.policy, self.meter
         if meter.row_bytes[0] != len(self.layers):
             sizes = {layer: self.store.pages(layer).row_bytes for layer in self.layers}
@@ -322,4 +307,5 @@ class Run:
             return float(always * state.length + other * state.read(dense=state.slow))
 
         slow = [self.requests[row] for row in (*batch_pass.prompts, *batch_pass.slow)]
-        return step_shape(slow, [self.requests[row] for row in batch_pass.fast], moved)
+        shared = ledger.step_shape(slow, [self.requests[row] for row in batch_pass.fast], moved)
+        return {"graphs": meter.replayed, **shared}

@@ -7,7 +7,7 @@ whose requests then follow each other in the batch dimension of evidence and sel
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,18 +38,16 @@ class Handed(NamedTuple):
 
 def select(
     layers: Sequence[Layer], rows: Rows, query_RHGWD: torch.Tensor | None, seen: Seen | None
-) -> tuple[Selection | None, Recall | None]:
-    """Let the policy select from what some layers have seen, and pack its choice: the device half.
+) -> Selection | None:
+    """Let the policy select from what some layers have seen: with `pack` the device half.
 
     An `EvidencePolicy` that sees needs no `query_RHGWD`; other policies compute the logits that they need.
     """
     policy = layers[0].run.policy
     if isinstance(policy, EvidencePolicy) and seen is not None:
-        selection = policy.select_after(Evidence(**_evidence(layers, rows, seen)))
-    else:
-        assert query_RHGWD is not None, "only evidence goes without queries"
-        selection = policy.select_after(layer_context(layers[0], rows.requests, query_RHGWD, seen))
-    return selection, None if selection is None else pack(layers, rows, selection)
+        return policy.select_after(Evidence(**_evidence(layers, rows, seen)))
+    assert query_RHGWD is not None, "only evidence goes without queries"
+    return policy.select_after(layer_context(layers[0], rows.requests, query_RHGWD, seen))
 
 
 def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
@@ -84,14 +82,9 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
         position_HS = segment.position_BHS[row]
         if position_HS.shape[1] > sink + K:
             position_HS[heads, sink + K :] = -1
-        sinks_S = _sinks(sink, index_HK.device)
+        sinks_S = torch.arange(sink, dtype=torch.int32, device=index_HK.device)
         position_HS[heads, : sink + K] = torch.cat([sinks_S.expand(len(index_HK), -1), index_HK], 1)
         segment.length_BH[row, heads] = (index_HK >= 0).sum(1, dtype=torch.int32).add_(sink)
-
-
-@cache
-def _sinks(count: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int32, device=device)
 
 
 def choose(
@@ -157,31 +150,25 @@ def refresh(
     if len(places) < len(rows):
         for place, row in enumerate(rows):
             if place not in places:
-                put(layer, (row,), _nothing(query_RHGWD))
+                put(layers, (row,), _nothing(query_RHGWD))
         if not places:
             return
         rows, query_RHGWD = tuple(rows[place] for place in places), query_RHGWD[places]
         if seen is not None:
             logits, log_sum_RHGW = seen
             seen = (lambda: logits()[places]), None if log_sum_RHGW is None else log_sum_RHGW[places]
-    selection, recall = select(layers, run.rows(rows), query_RHGWD, seen)
+    selection = select(layers, run.rows(rows), query_RHGWD, seen)
     by = layer.backend if selection is None or selection.by is None else selection.by
     run.meter.count(f"{by}.selector", len(layers) * len(rows))
-    if selection is not None:
-        _packed(layers, rows, selection, recall)
+    put(layers, rows, selection)
 
 
-def put(layer: Layer, rows: tuple[int, ...], selection: Selection | None, reason: str = "") -> None:
-    """Pack and note a layer's selection for some requests; None keeps the memory as it is."""
-    if selection is not None:
-        recall = pack((layer,), layer.run.rows(rows), selection)
-        _packed((layer,), rows, selection, recall, reason)
-
-
-def _packed(
-    layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection, recall: Recall | None, reason: str = ""
-) -> None:
+def put(layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection | None, reason: str = "") -> None:
+    """Pack and note the layers' selection for some requests; None keeps the memory as it is."""
+    if selection is None:
+        return
     layer, run = layers[0], layers[0].run
+    recall = pack(layers, run.rows(rows), selection)
     if recall is not None:
         run.tell_recall(layer.index, rows, recall)
     if not layer.in_place:
@@ -202,13 +189,17 @@ def hand_over(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor, ha
     if run.policy.mixes_heads and not layer.left_dense:
         layer.later.append(partial(refresh_handed, rows, query_RHG1D, [handed]))
     else:
-        submit(handed, partial(refresh_handed, rows, query_RHG1D), rows if joins(layer, rows) else None)
+        submit(handed, partial(refresh_handed, rows, query_RHG1D), rows)
 
 
-def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int, ...] | None) -> None:
-    """Give a layer's evidence to the run's maintenance; `rows` if it may wait for that of the next layers."""
-    alike = None if rows is None else (rows, *handed.logits_BHGWT.shape)
-    handed.layer.run.maintenance.submit(handed, work, alike=alike, numbers=handed.logits_BHGWT.numel())
+def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int, ...]) -> None:
+    """Give a layer's evidence to the run's maintenance, where it may wait for that of the next layers."""
+    run, logits_BHGWT = handed.layer.run, handed.logits_BHGWT
+    waits = isinstance(run.policy, EvidencePolicy) and run.store.whole_on_device and run.ranks.size == 1
+    # spans time each layer
+    waits = waits and SPANS not in run.observer.wants and all(has_candidates(run, row) for row in rows)
+    alike = (rows, *logits_BHGWT.shape) if waits else None
+    run.maintenance.submit(handed, work, alike=alike, numbers=logits_BHGWT.numel())
 
 
 def refresh_handed(rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: list[Handed]) -> None:
@@ -226,31 +217,19 @@ def joined(handed: Sequence[Handed]) -> Seen:
     return lambda: torch.cat([each.logits_BHGWT for each in handed]), torch.cat(sums) if sums else None
 
 
-def joins(layer: Layer, rows: tuple[int, ...]) -> bool:
-    """Say whether a layer's selection for slow requests may wait for those of the next layers."""
-    run = layer.run
-    return (
-        isinstance(run.policy, EvidencePolicy)
-        and run.store.whole_on_device
-        and run.ranks.size == 1
-        and SPANS not in run.observer.wants  # which time each layer
-        and all(has_candidates(run, row) for row in rows)
-    )
-
-
 def select_before(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
     """Let the policy select for fast requests before they attend."""
     policy = layer.run.policy
     with layer.run.observer.span("select_before", layer.index):
         selection = policy.select_before(layer_context(layer, rows, query_RHG1D))
-        put(layer, rows, selection, "correction" if policy.selects_next else "")
+        put((layer,), rows, selection, "correction" if policy.selects_next else "")
 
 
 def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
     """Let the policy select the next step's memory of fast requests, after the layer has attended."""
     with layer.run.observer.span("select_next", layer.index):
         selection = layer.run.policy.companion.select_next(layer_context(layer, rows, query_RHG1D))
-        put(layer, rows, selection, "speculative")
+        put((layer,), rows, selection, "speculative")
 
 
 def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
@@ -261,7 +240,7 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
         if selection is not None and not layer.in_place:
             for row in step.fast:
                 diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
-                put(layer, (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
+                put((layer,), (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
     if selection is not None and layer.in_place:
         note_choice(run, index, selection, step.fast)
     return pseudo
@@ -278,7 +257,7 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
             window = min(run.policy.config.window_prefill, run.requests[row].length)
             refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
         else:
-            put(layer, (row,), _nothing(last_BHGWD))
+            put((layer,), (row,), _nothing(last_BHGWD))
 
 
 def _nothing(query_BHGWD: torch.Tensor) -> Selection:
@@ -306,11 +285,11 @@ def layer_context(
 def _evidence(layers: Sequence[Layer], rows: Rows, seen: Seen) -> dict[str, Any]:
     # the fields of `Evidence`, for the requests in `rows`, of the first layer, then of the next
     layer, run, several = layers[0], layers[0].run, len(layers) > 1
-    if rows.requests:
-        norms = [run.store.norms(each.index, rows.requests, rows.longest) for each in layers]
-    else:
-        pages = [rows.head_pages(each.pages.key_PHND.shape[1]) for each in layers]
-        norms = [run.store.norms_of(each.index, page_RHP) for each, page_RHP in zip(layers, pages, strict=True)]
+    pages = [rows.head_pages(each.pages.key_PHND.shape[1], run.store.page_size) for each in layers]
+    norms = [
+        run.store.norms(each.index, page_RHP)[:, :, : rows.longest]
+        for each, page_RHP in zip(layers, pages, strict=True)
+    ]
     fields: dict[str, Any] = {
         "layer": layer.index,
         "backend": layer.backend,

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.batch_pass import PromptLayer
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.prompt_queries import PromptLayer
 from sfi_core.engine.run import Run
 from sfi_core.engine.select import end_prompt
 from sfi_core.errors import ConfigError
@@ -39,9 +39,9 @@ class SharedPrompt:
 
     def check(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, capacity: int) -> None:
         """Raise `ConfigError` for other prompts, or for more tokens than `capacity`."""
-        own_BT, count = self.ids_BT, mask_BT.sum(1).tolist()
-        same = own_BT is not None and ids_BT.shape == own_BT.shape and count == list(self.count)
-        if own_BT is None or not same or not torch.equal(ids_BT * mask_BT, own_BT * mask_BT):
+        read_BT, count = self.ids_BT, mask_BT.sum(1).tolist()
+        same = read_BT is not None and ids_BT.shape == read_BT.shape and count == list(self.count)
+        if read_BT is None or not same or not torch.equal(ids_BT * mask_BT, read_BT * mask_BT):
             raise ConfigError("shared must be of the same prompts, got others")
         if capacity > self.capacity:
             raise ConfigError(f"shared must be read with a capacity of {capacity} tokens, got {self.capacity}")

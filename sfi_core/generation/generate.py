@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from sfi_core.engine.batch_pass import PromptQueries
 from sfi_core.engine.loop import Loop, NewTokens, left_pad
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.prompt_cache import PromptCache
-from sfi_core.engine.prompt_queries import PromptQueries
 from sfi_core.engine.report import RequestReport, RunReport
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.engine.prompt_queries import PromptLayer
+from sfi_core.engine.batch_pass import PromptLayer
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.own_layers import take_states
 from sfi_core.hosts.transformers.session import Session

@@ -74,16 +74,14 @@ def _max_rss() -> int:
 
 def describe() -> dict[str, Any]:
     """Describe the machine: processor, cores, memory, GPUs."""
-    cpu = torch.device("cpu")
+    cpu, gpus = torch.device("cpu"), torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "processor": (_found(CPUINFO, r"^model name\s*:(.*)") or platform.processor() or platform.machine()).strip(),
         "threads": torch.get_num_threads(),
         "memory_bytes": total_bytes(cpu),
         "free_memory_bytes": free_bytes(cpu),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(gpus)],
         "cuda": torch.version.cuda,
     }
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from sfi_core.engine.prompt_queries import PromptLayer
+from sfi_core.engine.batch_pass import PromptLayer
 from sfi_core.errors import ConfigError, InputError, not_installed
 from sfi_core.generation.generate import read_prompt
 from sfi_core.generation.prompts import encode

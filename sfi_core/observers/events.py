@@ -58,8 +58,7 @@ class BeginStepEvent:
     """The batch enters a step, or a piece of the prompt.
 
     `step` is the batch's: 0 is the prompts' last piece, -1 an earlier one; a request that takes the row of a finished
-    one has its prompt read in a batch step of its own. The unfinished requests are `slow` (g_t = 1) or `fast`; they
-    have `cached_tokens`, the step's own included, and attention will read `moved_bytes`, as in `StepEvent`.
+    one has its prompt read in a batch step of its own. The unfinished requests are `slow` (g_t = 1) or `fast`.
     `not_replayed` says why a device with CUDA graphs does not replay the step, unless the user turned graphs off.
     """
 
@@ -67,8 +66,6 @@ class BeginStepEvent:
     slow: tuple[int, ...]
     fast: tuple[int, ...]
     reads_prompt: bool = False
-    cached_tokens: int = 0
-    moved_bytes: int = 0
     not_replayed: str = ""
 
     @property
@@ -165,10 +162,7 @@ class SelectionEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallEvent:
-    """One layer of one request fetched `rows_H` rows of keys and values from the host, by KV head, int32.
-
-    One head's row, key and value, has `row_bytes`. The step waited `waited_us` microseconds for the rows.
-    """
+    """A layer of a request fetched `rows_H` rows of `row_bytes` from the host, by KV head, int32; the step waited."""
 
     request: int
     step: int

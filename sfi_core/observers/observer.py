@@ -58,10 +58,7 @@ class NullObserver:
 
 
 class Observers:
-    """Several observers as one, which wants what any of them wants; one that does not say wants everything.
-
-    Without `spans` it wants none. `spanning` are those that get spans.
-    """
+    """Several observers as one, which wants what any does, or all if one does not say; no spans without `spans`."""
 
     def __init__(self, observers: Sequence[Observer], *, spans: bool = True) -> None:
         self.each = tuple(observers)
@@ -93,15 +90,8 @@ class Observers:
             yield
 
 
-def as_one(observers: Sequence[Observer]) -> Observer:
-    """Return one observer for all of them."""
-    if len(observers) == 1 and hasattr(observers[0], "wants"):
-        return observers[0]
-    return Observers(observers) if observers else NullObserver()
-
-
 class HeldSelections(Observers):
-    """Passes events on, but holds the selections of decoding steps until `settle`, `keep` or `drop`."""
+    """Passes events on, but holds the selections of decoding steps until `settle` or `keep`."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__([observer])
@@ -120,11 +110,7 @@ class HeldSelections(Observers):
             super().on(replace(event, step=step))
 
     def keep(self, request: int, stop: int) -> None:
-        """Pass on a request's selections of steps before `stop`; drop those of rejected tokens."""
+        """Pass on a request's selections of steps before `stop`, none of them for 0; drop those of rejected tokens."""
         for event in self._held.pop(request, ()):
             if event.step < stop:
                 super().on(event)
-
-    def drop(self, request: int) -> None:
-        """Drop a request's selections, whose token was rejected."""
-        self._held.pop(request, None)

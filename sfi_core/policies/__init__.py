@@ -1,7 +1,6 @@
 """Decoding policies: which past tokens each KV head reads, and when it selects them anew."""
 
 from importlib import import_module
-from importlib.metadata import EntryPoint
 
 from sfi_core.errors import ConfigError, unknown
 from sfi_core.policies.base import Companion, Evidence, EvidencePolicy, LayerContext, Policy, Selection, Triggered, best
@@ -32,10 +31,7 @@ POLICIES: dict[str, type[Policy]] = {name: _own(name) for name in built_in()}
 
 
 def policy_class(name: str) -> type[Policy]:
-    """Look a policy up, ours or another package's.
-
-    Raise `ConfigError` for no such policy, or two, or one that cannot be imported.
-    """
+    """Look a policy up, ours or a package's; raise `ConfigError` for none, two, or one that cannot be imported."""
     points = [point for point in installed() if point.name == name]
     owners = ["sfi"] if name in POLICIES else []
     owners += [f"package {package_of(point)}" for point in points]
@@ -43,13 +39,11 @@ def policy_class(name: str) -> type[Policy]:
         raise ConfigError(f"policy {name!r} is defined twice, by {' and by '.join(owners)}; remove one")
     if not owners:
         raise unknown("policy", name, known())
-    return _imported(points[0]) if points else POLICIES[name]
-
-
-def _imported(point: EntryPoint) -> type[Policy]:
-    where = f"policy {point.name!r} of package {package_of(point)}"
+    if not points:
+        return POLICIES[name]
+    where = f"policy {name!r} of {owners[0]}"
     try:
-        policy = point.load()
+        policy = points[0].load()
     except Exception as error:  # another package may raise anything at import
         reason = " ".join(str(error).split()) or "no reason given"
         raise ConfigError(f"{where} cannot be imported: {type(error).__name__}: {reason}") from error

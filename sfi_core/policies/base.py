@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -122,6 +122,11 @@ class Selection:
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
     by: str | None = None
+
+    def copy(self) -> "Selection":
+        """Return a selection whose tensors no later step overwrites."""
+        copies = {name: value.clone() for name, value in self.diagnostics.items()}
+        return replace(self, index_BHK=self.index_BHK.clone(), diagnostics=copies)
 
 
 class Companion:

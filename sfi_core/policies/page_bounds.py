@@ -1,44 +1,25 @@
 """Page summaries: the element-wise extremes of a page's keys bound the logits of a query (Quest, FreeKV)."""
 
-from collections.abc import Callable
-
 import torch
 
 from sfi_core.policies.base import LayerContext, Notes
 from sfi_core.state.layer_pages import LayerShape
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 
-
-def extremes_of(key_HPND: torch.Tensor) -> Pair:
-    """Return the minimum and maximum of each channel over the N keys of a page, [H, P, D] each."""
-    return key_HPND.amin(2), key_HPND.amax(2)
-
-
-def moments_of(key_HPND: torch.Tensor) -> Pair:
-    """Return the mean and standard deviation of each channel over the N keys of a page, [H, P, D] each."""
-    return key_HPND.mean(2), key_HPND.std(2, correction=0)
-
-
-def extremes(
-    context: LayerContext, place: int, page: int, summary: Callable[[torch.Tensor], Pair] = extremes_of
-) -> Pair:
-    """Return the `summary` of each channel, by page of a request's keys, the last maybe incomplete: [H, P, D] float32.
-
-    Those of full pages are kept in the notes.
-    """
+def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each channel's least and largest key by page of a request, [H, P, D] float32; notes have full pages'."""
     note, length = context.notes[place], context.states[place].length
     summarized = note["low"].shape[1] * page if "low" in note else 0
     full = length - length % page
     if full > summarized:
         key_HTD = context.keys(place, summarized, full)[0].float()
         key_HPND = key_HTD.reshape(len(key_HTD), -1, page, key_HTD.shape[2])
-        for name, new_HPD in zip(("low", "high"), summary(key_HPND), strict=True):
+        for name, new_HPD in (("low", key_HPND.amin(2)), ("high", key_HPND.amax(2))):
             note[name] = torch.cat([note[name], new_HPD], 1) if name in note else new_HPD
     if full == length:
         return note["low"], note["high"]
     rest_HND = context.keys(place, full, length)[0].float()
-    low_H1D, high_H1D = summary(rest_HND[:, None])
+    low_H1D, high_H1D = rest_HND.amin(1, keepdim=True), rest_HND.amax(1, keepdim=True)
     if not full:
         return low_H1D, high_H1D
     return torch.cat([note["low"], low_H1D], 1), torch.cat([note["high"], high_H1D], 1)
@@ -61,15 +42,6 @@ def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tenso
     """Return upper bounds of the products of queries with the keys of each page, [H, G, P] float32."""
     query = query_HGD.float()
     return query.clamp_min(0) @ high_HPD.mT + query.clamp_max(0) @ low_HPD.mT
-
-
-def likely_logits(query_HGD: torch.Tensor, mean_HPD: torch.Tensor, deviation_HPD: torch.Tensor) -> torch.Tensor:
-    """Return the mean product of queries with the keys of each page plus its deviation, [H, G, P] float32.
-
-    The deviation is that of independent channels.
-    """
-    query = query_HGD.float()
-    return query @ mean_HPD.mT + (query.square() @ deviation_HPD.square().mT).sqrt()
 
 
 def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int) -> torch.Tensor:

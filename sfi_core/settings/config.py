@@ -44,7 +44,6 @@ class BaselineConfig(Table):
     """Settings of Quest."""
 
     page: int = setting(16, "Tokens of a page under quest.", least=1)
-    score: str = setting("bounds", "A page's score: the paper's bounds, or mean plus deviation.", choices=QUEST_SCORES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

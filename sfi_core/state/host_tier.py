@@ -7,9 +7,8 @@ FreeKV's layout (page, head, 2, page size, d) (Sec. 4.2). A page is copied as it
 for dense reads pages come back in blocks, each copied while the block before it is read.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,55 +21,12 @@ BUFFERS = 2
 PLACES = (-1, -2)  # of the side, one for each buffer
 
 
-class HostTier:
-    """One layer's pages in host memory, pinned if the model is on a CUDA device."""
-
-    def __init__(self, pages: int, page_size: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Allocate pages for keys [B, H, T, D] and values [B, H, T, E] such as these."""
-        H, D, E = key.shape[1], key.shape[3], value.shape[3]
-        pinned = key.device.type == "cuda"
-        size = (pages, H, page_size * (D + E))
-        self.host_PHX = torch.empty(size, dtype=key.dtype, pin_memory=pinned)
-        self.page_size, self.width, self.value_width = page_size, D, E
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token's key and value in one head."""
-        return (self.width + self.value_width) * self.host_PHX.itemsize
-
-    def split(self, page_PHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the keys and values of pages in this layout, [P, H, N, D] and [P, H, N, E]."""
-        P, H, _ = page_PHX.shape
-        N, keys = self.page_size, self.page_size * self.width
-        key, value = page_PHX[..., :keys], page_PHX[..., keys:]
-        return key.view(P, H, N, self.width), value.view(P, H, N, self.value_width)
-
-    def joined(self, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
-        """Return complete pages of tokens in this layout, on the tokens' device."""
-        H, T, _ = key_HTD.shape
-        parts = [rows_HTX.reshape(H, T // self.page_size, -1).transpose(0, 1) for rows_HTX in (key_HTD, value_HTE)]
-        return torch.cat(parts, -1)
-
-    def copy(self) -> "HostTier":
-        """Return a copy of the tier, after all copies from the device have ended."""
-        pages = self.host_PHX
-        if pages.is_pinned():
-            torch.cuda.synchronize()
-        return self.over(torch.empty_like(pages, pin_memory=pages.is_pinned()).copy_(pages))
-
-    def over(self, host_PHX: torch.Tensor) -> "HostTier":
-        """Return a tier of the same layout over other pages."""
-        other = copy.copy(self)
-        other.host_PHX = host_PHX
-        return other
-
-
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LayerTiers:
-    """One layer's ring of recent pages, norms and KV heads that never leave the device, and all complete host pages."""
+    """One layer: on the device a ring of recent pages, norms and `resident` heads; on the host complete pages."""
 
     ring: LayerPages
-    host: HostTier
+    host_PHX: torch.Tensor
     norm_BHT: torch.Tensor
     resident: tuple[int, ...]
     key_BRTD: torch.Tensor
@@ -81,25 +37,29 @@ class LayerTiers:
         """The tensors on the device."""
         return (*self.ring.tensors, self.norm_BHT, self.key_BRTD, self.value_BRTE)
 
-    def keep(self, row: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor, norm_HT: torch.Tensor) -> None:
-        """Write a request's new norms and resident heads, which never leave the device."""
-        new = slice(start, start + norm_HT.shape[1])
-        self.norm_BHT[row, :, new] = norm_HT
-        for place, head in enumerate(self.resident):
-            self.key_BRTD[row, place, new] = key_HTD[head]
-            self.value_BRTE[row, place, new] = value_HTE[head]
+    def split(self, page_PHX: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the keys and values of pages in the host's layout, [P, H, N, D] and [P, H, N, E]."""
+        (P, H, _), (N, D) = page_PHX.shape, self.ring.key_PHND.shape[2:]
+        key, value = page_PHX[..., : N * D], page_PHX[..., N * D :]
+        return key.view(P, H, N, D), value.view(P, H, N, self.ring.value_PHNE.shape[3])
+
+    def joined(self, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
+        """Return complete pages of tokens in the host's layout, on the tokens' device."""
+        (H, T, _), N = key_HTD.shape, self.ring.key_PHND.shape[2]
+        parts = [rows_HTX.reshape(H, T // N, -1).transpose(0, 1) for rows_HTX in (key_HTD, value_HTE)]
+        return torch.cat(parts, -1)
 
     def complete(self, ring_page: int, start: int, key_HTD: torch.Tensor, value_HTE: torch.Tensor) -> torch.Tensor:
         """Return the pages that tokens from `start` on complete, in the host's layout; `ring_page` has those before."""
-        N = self.host.page_size
+        N = self.ring.key_PHND.shape[2]
         if before := start % N:
             old_key, old_value = (x[ring_page, :, :before] for x in self.ring.tensors[:2])
             key_HTD = torch.cat([old_key, key_HTD], 1)
             value_HTE = torch.cat([old_value, value_HTE], 1)
         whole = key_HTD.shape[1] // N * N
-        return self.host.joined(key_HTD[:, :whole], value_HTE[:, :whole])
+        return self.joined(key_HTD[:, :whole], value_HTE[:, :whole])
 
-    def kept(self, row: int, length: int, head: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def resident_rows(self, row: int, length: int, head: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return a request's keys and values of one head, or all, if these heads are resident."""
         heads = tuple(range(self.norm_BHT.shape[1])) if head is None else (head,)
         if not set(heads) <= set(self.resident):
@@ -109,26 +69,20 @@ class LayerTiers:
         return self.key_BRTD[only, places, :length], self.value_BRTE[only, places, :length]
 
     def copy(self) -> "LayerTiers":
-        """Return a copy of both tiers."""
-        return replace(
-            self,
-            ring=self.ring.copy(),
-            host=self.host.copy(),
-            norm_BHT=self.norm_BHT.clone(),
-            key_BRTD=self.key_BRTD.clone(),
-            value_BRTE=self.value_BRTE.clone(),
-        )
+        """Return a copy of both tiers, after all copies from the device have ended."""
+        pinned = self.host_PHX.is_pinned()
+        if pinned:
+            torch.cuda.synchronize()
+        host_PHX = torch.empty_like(self.host_PHX, pin_memory=pinned).copy_(self.host_PHX)
+        key_BRTD, value_BRTE = self.key_BRTD.clone(), self.value_BRTE.clone()
+        return LayerTiers(self.ring.copy(), host_PHX, self.norm_BHT.clone(), self.resident, key_BRTD, value_BRTE)
 
     def row(self, row: int, ring_pages: int, host_pages: int) -> "LayerTiers":
         """Return one request's part over the same memory, given the pages per request in each tier."""
-        only, host = slice(row, row + 1), slice(row * host_pages, (row + 1) * host_pages)
-        return replace(
-            self,
-            ring=self.ring.part(slice(row * ring_pages, (row + 1) * ring_pages)),
-            host=self.host.over(self.host.host_PHX[host]),
-            norm_BHT=self.norm_BHT[only],
-            key_BRTD=self.key_BRTD[only],
-            value_BRTE=self.value_BRTE[only],
+        only, ring = slice(row, row + 1), self.ring.part(slice(row * ring_pages, (row + 1) * ring_pages))
+        host_PHX = self.host_PHX[row * host_pages : (row + 1) * host_pages]
+        return LayerTiers(
+            ring, host_PHX, self.norm_BHT[only], self.resident, self.key_BRTD[only], self.value_BRTE[only]
         )
 
 
@@ -150,12 +104,12 @@ class HostStream:
         self.device = device or torch.device("cpu")
         self._leaving: dict[int, Sequence[tuple[int, torch.Tensor]]] = {}
 
-    def offload(self, place: int, host: HostTier, complete: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def offload(self, place: int, host_PHX: torch.Tensor, complete: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Copy pages in the host's layout, each after its first host page, and keep them until the next of `place`."""
 
         def job() -> None:
             for first, pages in complete:
-                host.host_PHX[first : first + len(pages)].copy_(pages, non_blocking=True)
+                host_PHX[first : first + len(pages)].copy_(pages, non_blocking=True)
 
         self.side.wait(place)
         self.side.run(place, job)
@@ -163,12 +117,12 @@ class HostStream:
         self.offloaded_bytes += sum(pages.nbytes for _, pages in complete)
 
     def blocks(
-        self, host: HostTier, first: int, pages: int, head: int | None = None
+        self, tiers: LayerTiers, first: int, pages: int, head: int | None = None
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Copy `pages` consecutive host pages from a request's `first` on; yields as `KVStore.blocks`."""
         heads = slice(None) if head is None else slice(head, head + 1)
-        source = host.host_PHX[first : first + pages, heads]
-        size = self.block // host.page_size
+        source, page_size = tiers.host_PHX[first : first + pages, heads], tiers.ring.key_PHND.shape[2]
+        size = self.block // page_size
         begins = range(0, pages, size)
         coming = self._copied(source, 0, size) if pages else source
         for at, begin in enumerate(begins):
@@ -176,8 +130,8 @@ class HostStream:
             if at + 1 < len(begins):
                 coming = self._copied(source, at + 1, size)
             self.side.wait(PLACES[at % BUFFERS])
-            key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in host.split(here))
-            yield begin * host.page_size, key, value
+            key, value = (x.transpose(0, 1).flatten(1, 2)[None] for x in tiers.split(here))
+            yield begin * page_size, key, value
 
     def _copied(self, source: torch.Tensor, at: int, size: int) -> torch.Tensor:
         pages, place = source[at * size : (at + 1) * size], PLACES[at % BUFFERS]
@@ -198,30 +152,3 @@ class HostStream:
         self.side.run(place, job)
         self.copied_bytes += stage.nbytes
         return stage
-
-
-class RecallScratch:
-    """Memory for one recall at a time: recalls run one after the other."""
-
-    def __init__(self, side: SideStream) -> None:
-        self._side = side
-        self._flat: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return sum(tensor.nbytes for tensor in self._flat)
-
-    def like(self, segment: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Return a buffer of `rows` requests for each of a segment's tensors, [B, ...]."""
-        for at, tensor in enumerate(segment):
-            size = rows * tensor[0].numel()
-            if at == len(self._flat):
-                self._flat.append(tensor.new_empty(size))
-            elif self._flat[at].numel() < size:
-                self._side.join()
-                self._flat[at] = tensor.new_empty(size)
-        return [
-            flat[: rows * tensor[0].numel()].view(rows, *tensor.shape[1:])
-            for flat, tensor in zip(self._flat, segment, strict=True)
-        ]

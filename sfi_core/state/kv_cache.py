@@ -53,19 +53,11 @@ class PagedView(KVStore):
         key, value = (x[:, heads] for x in (pages.key_PHND, pages.value_PHNE))
         yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
 
-    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """See `KVStore`."""
-        # rows one by one: a list as an index would wait for the device
-        used = -(-length // self.page_size)
-        page_RP = torch.stack([self.block_table_BP[row, :used] for row in rows])
-        norm_RHPN = self.layers[layer].norm_PHN[page_RP.long()].transpose(1, 2)
-        return norm_RHPN.flatten(2)[:, :, :length]
-
-    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+    def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """See `KVStore`."""
         norm_PHN = self.layers[layer].norm_PHN
         norm = norm_PHN.flatten(0, 1).index_select(0, page_RHP.flatten())
-        return norm.view(*page_RHP.shape[:2], self.capacity)
+        return norm.view(*page_RHP.shape[:2], -1)
 
     def row(self, row: int) -> Self:
         """See `KVStore`: a view of batch 1 over the same pages."""
@@ -150,15 +142,6 @@ class KVCache(PagedView):
                 large = small.new_empty(total, small.shape[1], self.page_size, *small.shape[3:])
                 large[:count, :, :old_page] = small
                 setattr(pages, name, large)
-
-    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """See `KVStore`; a view if every request has one page and the rows are consecutive."""
-        if not self._one_page:
-            return super().norms(layer, rows, length)
-        norm_BHT = self.layers[layer].norm_PHN[:, :, :length]
-        if list(rows) == list(range(rows[0], rows[0] + len(rows))):
-            return norm_BHT[rows[0] : rows[0] + len(rows)]
-        return torch.stack([norm_BHT[row] for row in rows])
 
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
         if self._one_page:

@@ -82,11 +82,11 @@ class KVStore(Protocol):
     def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
         """Return keys (`which` 0) or values (1)."""
 
-    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """Return key norms, [len(rows), H, length] float32; undefined beyond a request's tokens."""
+    def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+        """Return key norms of requests in their first pages, [R, H, T] float32; undefined beyond a request's tokens.
 
-    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
-        """Return the key norms of requests up to the capacity by their page numbers times H, plus the KV head."""
+        `page_RHP` are the requests' page numbers times H, plus the KV head.
+        """
 
     def pack_into(
         self,

@@ -17,7 +17,7 @@ from time import perf_counter
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_tier import HostStream, HostTier, LayerTiers, RecallScratch, block_tokens
+from sfi_core.state.host_tier import HostStream, LayerTiers, block_tokens
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment, tokens_of
 from sfi_core.state.side_stream import Job, SideStream
@@ -61,7 +61,7 @@ class TwoTierStore(KVStore):
         self._resident = resident
         # kept because PyTorch's allocator would reuse tensors that only another stream still reads
         self._recalling: dict[int, Job] = {}
-        self._scratch = RecallScratch(self.side)
+        self._scratch = [torch.empty(0)] * 4  # memory for one recall at a time, by the segment's tensor
         self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
         self._end = [0] * batch  # tokens of each row, as of the last append
 
@@ -69,12 +69,12 @@ class TwoTierStore(KVStore):
     def device_bytes(self) -> int:
         """Bytes on the device, without packed segments and page summaries."""
         tensors = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
-        return self._scratch.nbytes + sum(x.nbytes for x in [*tensors, *self.stream.buffers])
+        return sum(x.nbytes for x in [*tensors, *self.stream.buffers, *self._scratch])
 
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory."""
-        return sum(tiers.host.host_PHX.nbytes for tiers in self.layers.values())
+        return sum(tiers.host_PHX.nbytes for tiers in self.layers.values())
 
     def grow(self, capacity: int) -> None:
         """See `KVStore`; raises `ConfigError`, since a device budget needs the run's length beforehand."""
@@ -97,7 +97,11 @@ class TwoTierStore(KVStore):
         for row, (begin, new) in enumerate(zip(start, count, strict=True)):
             new_tokens = slice(key_BHTD.shape[2] - new, None)
             key_HTD, value_HTE = key_BHTD[row, :, new_tokens], value_BHTE[row, :, new_tokens]
-            tiers.keep(row, begin, key_HTD, value_HTE, norm_BHT[row, :, new_tokens])
+            positions = slice(begin, begin + new)
+            tiers.norm_BHT[row, :, positions] = norm_BHT[row, :, new_tokens]
+            for place, head in enumerate(tiers.resident):
+                tiers.key_BRTD[row, place, positions] = key_HTD[head]
+                tiers.value_BRTE[row, place, positions] = value_HTE[head]
             if (begin + new) // N > begin // N:
                 first = row * self.ring_pages + begin // N % self.ring_pages
                 pages = tiers.complete(first, begin, key_HTD, value_HTE)
@@ -110,7 +114,7 @@ class TwoTierStore(KVStore):
             start_B, count_B = sent(torch.tensor([begins, lasts], dtype=torch.int32), start_B.device)
         append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP)
         if complete:
-            self.stream.offload(2 * layer, tiers.host, complete)
+            self.stream.offload(2 * layer, tiers.host_PHX, complete)
         return tiers.ring
 
     def pages(self, layer: int) -> LayerPages:
@@ -135,13 +139,13 @@ class TwoTierStore(KVStore):
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """See `KVStore`: complete pages from the host through two buffers, then the ring's last page."""
         tiers = self.layers[layer]
-        if (whole := tiers.kept(row, length, head)) is not None:
+        if (whole := tiers.resident_rows(row, length, head)) is not None:
             yield 0, *whole
             return
         N, first = self.page_size, row * self.pages_per_request
         complete = self._end[row] // N
         pages = min(-(-length // N), complete)
-        for start, key, value in self.stream.blocks(tiers.host, first, pages, head):
+        for start, key, value in self.stream.blocks(tiers, first, pages, head):
             yield start, key[:, :, : length - start], value[:, :, : length - start]
         if length > complete * N:
             heads = slice(None) if head is None else slice(head, head + 1)
@@ -149,14 +153,7 @@ class TwoTierStore(KVStore):
             key, value = (x[page : page + 1, heads, :rest] for x in tiers.ring.tensors[:2])
             yield complete * N, key, value
 
-    def norms(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
-        """See `KVStore`."""
-        norm_BHT = self.layers[layer].norm_BHT[:, :, :length]
-        if len(rows) == 1:
-            return norm_BHT[rows[0] : rows[0] + 1]
-        return torch.stack([norm_BHT[row] for row in rows])
-
-    def norms_of(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+    def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """See `KVStore`."""
         row_R = page_RHP[:, 0, 0] // (self.ring_pages * page_RHP.shape[1])
         return self.layers[layer].norm_BHT[:, :, : self.capacity].index_select(0, row_R)
@@ -171,13 +168,13 @@ class TwoTierStore(KVStore):
         segment.reserve(most_sink + index_RHK.shape[2])
         self._offload_sinks(layer, tiers, most_sink)
         old = segment.tensors
-        key, value, position, length = self._scratch.like(old, len(request_R))
+        key, value, position, length = self._scratch_like(old, len(request_R))
         into = key, value, position, length
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 
         def job() -> None:
-            pages = *tiers.host.split(tiers.host.host_PHX), self.host_table_BP
+            pages = *tiers.split(tiers.host_PHX), self.host_table_BP
             refreshed = request_R, index_RHK, sink_R
             recall.on(self.backend)(*pages, *refreshed, *old, *into, fetched_RH, heads_RH=heads)
             request = request_R.long()
@@ -188,7 +185,8 @@ class TwoTierStore(KVStore):
         self.side.run(place, job)
         self._recalling[layer] = job
         waited = perf_counter() - began if type(self.side) is SideStream else 0.0
-        return Recall(fetched_RH, tiers.host.row_bytes, waited, partial(self.side.run, place))
+        row_bytes = tiers.ring.row_bytes // index_RHK.shape[1]
+        return Recall(fetched_RH, row_bytes, waited, partial(self.side.run, place))
 
     def ready(self, layer: int) -> None:
         """See `KVStore`: wait for the layer's recalls."""
@@ -202,8 +200,7 @@ class TwoTierStore(KVStore):
         other.block_table_BP = self.block_table_BP.clone()
         other.layers = self.layers.like((layer, tiers.copy()) for layer, tiers in self.layers.items())
         other.stream = HostStream(self.side, self.stream.block, self.stream.device)
-        parts = {"_end": list(self._end), "_recalling": {}, "_scratch": RecallScratch(self.side)}
-        other.__dict__.update(parts)
+        other.__dict__.update(_end=list(self._end), _recalling={}, _scratch=[torch.empty(0)] * 4)
         return other
 
     def row(self, row: int) -> "TwoTierStore":
@@ -222,16 +219,29 @@ class TwoTierStore(KVStore):
         for name in ("block_table_BP", "host_table_BP"):
             setattr(self, name, getattr(self, name).to(key.device))
         self.stream.device = key.device
-        resident = tuple(sorted(self._resident(layer, key.shape[1]))) if self._resident else ()
-        kept = self.batch, len(resident), self.capacity
+        H, row_numbers = key.shape[1], key.shape[3] + value.shape[3]
+        host_size = self.batch * self.pages_per_request, H, self.page_size * row_numbers
+        resident = tuple(sorted(self._resident(layer, H))) if self._resident else ()
+        resident_size = self.batch, len(resident), self.capacity
         return LayerTiers(
             ring=LayerPages.empty(key, value, self.batch * self.ring_pages, self.page_size),
-            host=HostTier(self.batch * self.pages_per_request, self.page_size, key, value),
-            norm_BHT=key.new_empty(self.batch, key.shape[1], self.capacity, dtype=torch.float32),
+            host_PHX=torch.empty(host_size, dtype=key.dtype, pin_memory=key.device.type == "cuda"),
+            norm_BHT=key.new_empty(self.batch, H, self.capacity, dtype=torch.float32),
             resident=resident,
-            key_BRTD=key.new_empty(*kept, key.shape[3]),
-            value_BRTE=value.new_empty(*kept, value.shape[3]),
+            key_BRTD=key.new_empty(*resident_size, key.shape[3]),
+            value_BRTE=value.new_empty(*resident_size, value.shape[3]),
         )
+
+    def _scratch_like(self, segment: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        # a buffer of `rows` requests for each of a segment's tensors, [B, ...]; all recalls share it
+        buffers = []
+        for at, tensor in enumerate(segment):
+            size = rows * tensor[0].numel()
+            if self._scratch[at].numel() < size:
+                self.side.join()
+                self._scratch[at] = tensor.new_empty(size)
+            buffers.append(self._scratch[at][:size].view(rows, *tensor.shape[1:]))
+        return buffers
 
     def _offload_sinks(self, layer: int, tiers: LayerTiers, most_sink: int) -> None:
         # for requests so short that sinks are in an incomplete page
@@ -240,6 +250,6 @@ class TwoTierStore(KVStore):
             page = end // N
             if page * N < min(most_sink, end):
                 key_HND, value_HNE, _ = (x[row * self.ring_pages + page % self.ring_pages] for x in tiers.ring.tensors)
-                unfinished.append((row * self.pages_per_request + page, tiers.host.joined(key_HND, value_HNE)))
+                unfinished.append((row * self.pages_per_request + page, tiers.joined(key_HND, value_HNE)))
         if unfinished:
-            self.stream.offload(2 * layer, tiers.host, unfinished)
+            self.stream.offload(2 * layer, tiers.host_PHX, unfinished)

@@ -56,38 +56,32 @@ class Trigger:
         gap = state.steps_since_slow + 1
         if policy == "stride":
             return "stride" if gap >= config.stride else ""
-        if gap >= config.min_gap and self._fires(state):
-            return "trigger" if policy == "boundary" else policy
-        due = policy != "never" and state.steps_since_slow >= config.t_max
-        return "t_max" if due else ""
-
-    def _fires(self, state: RequestState) -> bool:
-        config, policy = self.config, self.config.trigger_policy
         boundary = state.step - config.trigger_delay  # x_{t-1-d}, for the step t to come
         token = state.tokens[boundary] if 0 <= boundary < len(state.tokens) else None
-        if policy == "boundary":
-            return token in self.token_ids
-        if policy == "random":  # the seed holds the request's own text, and nothing that depends on the batch
+        if policy == "boundary" and gap >= config.min_gap and token in self.token_ids:
+            return "trigger"
+        if policy == "random" and gap >= config.min_gap:
+            # the seed holds the request's own text, and nothing that depends on the batch
             seed = f"{config.trigger_seed} {state.prompt_tokens} {state.step + 1} {token}"
-            return random.Random(seed).random() < config.random_rate  # noqa: S311 - no secret
-        return False
+            if random.Random(seed).random() < config.random_rate:  # noqa: S311 - no secret
+                return "random"
+        due = policy != "never" and state.steps_since_slow >= config.t_max
+        return "t_max" if due else ""
 
 
 @dataclass(frozen=True, slots=True)
 class TriggerSet:
-    """T_trig, `token_ids`; by trigger, `chosen` has the ids and decoded texts, `reasons` why a trigger has no token."""
+    """T_trig, `token_ids`; `chosen` has by trigger the ids and decoded texts."""
 
     token_ids: tuple[int, ...]
     chosen: Mapping[str, Tokens]
-    reasons: Mapping[str, str]
 
     def describe(self) -> list[tuple[str, int, str]]:
-        """Return a row for each trigger: its repr, its number of tokens, and examples or the reason."""
-        rows = [
-            (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]))
+        """Return a row for each trigger: its repr, its number of tokens, and examples."""
+        return [
+            (repr(trigger), len(tokens), " ".join(repr(text) for _, text in tokens[:4]) or "no single token")
             for trigger, tokens in self.chosen.items()
         ]
-        return rows + [(repr(trigger), 0, reason) for trigger, reason in self.reasons.items()]
 
 
 def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
@@ -96,21 +90,16 @@ def build_trigger_set(tokenizer: Any, triggers: Sequence[str]) -> TriggerSet:
         raise ConfigError(f"triggers must be a list of non-empty strings, got {triggers!r}")
     vocab = tokenizer.get_vocab()
     wordless = _wordless_tokens(tokenizer, vocab)
-    tokens_of = {
+    chosen = {
         trigger: [token for token in wordless if _ends_with(token[1], trigger)]
         if trigger.isspace() or (len(trigger) == 1 and not _has_word(trigger))
         else _exact_tokens(tokenizer, vocab, trigger)
         for trigger in triggers
     }
-    chosen = {trigger: tokens for trigger, tokens in tokens_of.items() if tokens}
-    if tokens_of and not chosen:
-        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*tokens_of]}")
-    reasons = {}
-    for trigger in (trigger for trigger in tokens_of if trigger not in chosen):
-        parts = _decode(tokenizer, tokenizer.encode(trigger, add_special_tokens=False))
-        reasons[trigger] = f"no single token; written as {' '.join(repr(text) for _, text in parts) or 'nothing'}"
     ids = {token_id for tokens in chosen.values() for token_id, _ in tokens}
-    return TriggerSet(tuple(sorted(ids)), chosen, reasons)
+    if chosen and not ids:
+        raise ConfigError(f"triggers must match a token of this tokenizer, got {[*chosen]}")
+    return TriggerSet(tuple(sorted(ids)), chosen)
 
 
 def _wordless_tokens(tokenizer: Any, vocab: Mapping[str, int]) -> Tokens:

@@ -2,15 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 
-from sfi_core.engine.batch_pass import Requests, Rows, known_requests, plan, work_room
+from sfi_core.engine.batch_pass import Descriptors, Requests, Rows, known_requests
 from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
-from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
@@ -25,38 +24,36 @@ class Kind(NamedTuple):
     chooses: bool = False
 
 
-@dataclass(slots=True)
-class StepBuffers:
-    """Step descriptors in buffers that every step overwrites, in place of `FreshDescriptors`, and the layers' results.
+@dataclass(slots=True, kw_only=True)
+class StepBuffers(Descriptors):
+    """Step descriptors in buffers that every step overwrites, and the layers' results.
 
     The store's pages are allocated for the whole run. A step decodes at most `most` tokens of a request. `descriptor`
-    and `dense`, for `dense_layers`, are the last step's. `rows` are the slow requests, None for a step that refreshes
-    nothing. By layer, `selections` has what was selected and `queries`, for an audit, the last step's, [B, H, G, D].
+    and `dense`, for `dense_layers`, are the last step's, described `ahead` if it has not begun. `rows` are the slow
+    requests, None for a step that refreshes nothing. By layer, `selections` has what was selected and `queries`, for an
+    audit, the last step's, [B, H, G, D].
     """
 
-    store: KVStore
     policy: Policy
-    device: torch.device
     most: int
-    descriptor: StepDescriptor
-    dense: StepDescriptor | None
-    launched: bool = False
+    descriptor: StepDescriptor = field(init=False)
+    dense: StepDescriptor | None = None
+    ahead: bool = False
     rows: Rows | None = None
     selections: Selections = field(default_factory=dict)
     queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
-    _ahead: bool = False
 
-    @classmethod
-    def of(cls, store: KVStore, policy: Policy, device: torch.device, most: int = 1) -> Self:
+    def __post_init__(self) -> None:
         """Allocate the descriptors."""
+        self.descriptor = self._idle()
+        if self.policy.config.dense_layers:
+            self.dense = self._idle()
+
+    def _idle(self) -> StepDescriptor:
         idle = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0)
-
-        def empty() -> StepDescriptor:
-            made = describe_step([idle] * store.batch, work_room(store, device), device)
-            return StepDescriptor(made.buffer, store.batch, (), (), store.capacity)
-
-        return cls(store, policy, device, most, empty(), empty() if policy.config.dense_layers else None)
+        made = describe_step([idle] * self.store.batch, self._work_room(), self.device)
+        return StepDescriptor(made.buffer, self.store.batch, (), (), self.store.capacity)
 
     @property
     def refreshes(self) -> int:
@@ -77,10 +74,10 @@ class StepBuffers:
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Describe the step that begins, unless `write` described it ahead, up to requests that have stopped since."""
         requests = known.requests
-        self.launched = self._ahead and all(
+        self.launched = self.ahead and all(
             new == old or new.mode == IDLE for new, old in zip(requests, self._written, strict=True)
         )
-        self._ahead = False
+        self.ahead = False
         if not self.launched:
             self.write(known)
         dense = None if self.dense is None else _narrowed(self.dense, requests)
@@ -88,14 +85,10 @@ class StepBuffers:
 
     def write(self, known: Requests, *, ahead: bool = False) -> None:
         """Describe a step; `ahead` if it has not begun."""
-        self._written, self._ahead = known.requests, ahead
+        self._written, self.ahead = known.requests, ahead
         self.descriptor = describe_again(self._written, self.descriptor, self.most)
         if self.dense is not None and known.dense is not None:
             self.dense = describe_again(known.dense, self.dense, self.most)
-
-    def forget(self) -> None:
-        """Forget a step described ahead."""
-        self._ahead = False
 
     def keep(self, layer: int, query_BHGD: torch.Tensor) -> None:
         """Keep a layer's query for the audit, in a buffer that all graphs write."""
@@ -109,17 +102,13 @@ class StepBuffers:
         self.selections = {}
         for step in (self.descriptor, self.dense):
             if step is not None:
-                plan(step, self.store, self.device)
+                self._plan(step)
         sink, table_BP = self.policy.config.sink, self.store.block_table_BP
         self.rows = Rows.of_slow(sink, self.descriptor, table_BP) if self.refreshes else None
 
 
 def describe_again(requests: Sequence[StepRequest], known: StepDescriptor, most: int) -> StepDescriptor:
-    """Write a decoding step's descriptor over the buffer of `known`, without a plan; T is that of `known`.
-
-    The lists of slow requests, and a request's drafted tokens, are padded to a power of two, at most the batch and
-    `most` with the first token.
-    """
+    """Write a decoding step's descriptor over `known`, lists and drafts padded to powers of two, without a plan."""
     step = describe_step(requests, known.work_XI.shape[0], known.buffer.device, known.buffer)
     padding = bucket(len(step.slow), step.batch) - len(step.slow)
     queries = 1 + bucket(step.queries - 1, most - 1)
@@ -138,10 +127,7 @@ def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescript
 
 
 def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
-    """Foresee the next step if no request stops and none joins: the argument of `StepBuffers.write`, and the states.
-
-    None if the step depends on its tokens, is audited, or would not fit the store.
-    """
+    """Foresee the next step and its states, if no request stops or joins; None if tokens, audit or room forbid it."""
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]

@@ -9,20 +9,18 @@ from functools import partial
 
 import torch
 
-from sfi_core.engine.attend import count_attention, lacking, prepare, read
+from sfi_core.engine import select
+from sfi_core.engine.attend import count_attention, prepare_layers, read
 from sfi_core.engine.audit import Audit
-from sfi_core.engine.batch_pass import FreshDescriptors, Rows
+from sfi_core.engine.batch_pass import Descriptors, Rows, SeenLayer
 from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.prompt_queries import SeenLayer
 from sfi_core.engine.run import Run
-from sfi_core.engine.select import Handed, choose, has_candidates, joined, joins, note, note_choice, select, submit
 from sfi_core.errors import BackendError
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.observers.observer import AHEAD, Observers
 from sfi_core.policies.base import Selection
-from sfi_core.state.request import RequestState
 from sfi_core.state.side_stream import SideStream
 from sfi_kernels.step_descriptor import sent
 
@@ -64,7 +62,7 @@ class StepGraphs:
         self._run, self._forward, self._recorder, self._required = run, forward, recorder, required
         self.given_up = ""
         most = 1 + run.policy.config.draft.max_tokens * run.engine.lossless
-        self._buffers = StepBuffers.of(run.store, run.policy, run.device, most)
+        self._buffers = StepBuffers(run.store, run.device, policy=run.policy, most=most)
         if run.audit is not None:
             self._buffers.queries = {}
         self._keeps = False  # whether the last step left its queries in the buffers
@@ -85,7 +83,7 @@ class StepGraphs:
         if buffers.launched:
             done = self._graphs[buffers.kind]
         else:
-            self._prepare(run.batch_pass.fast, run.requests)
+            prepare_layers(run, sorted(run.batch_codes), run.batch_pass.fast, run.requests)
             with run.observer.span("forward"):
                 W = buffers.descriptor.queries
                 padded = [[*[row[0]] * (W - len(row)), *row] for row in brought]
@@ -105,7 +103,7 @@ class StepGraphs:
     def eager_step(self) -> Iterator[None]:
         """Run the step in the body without graphs, so that the watchers see its layers: an audited step."""
         run, options = self._run, self._run.engine
-        self._buffers.forget()
+        self._buffers.ahead = False
         self._hand_back()
         run.engine = replace(options, graphs=None)
         try:
@@ -120,7 +118,7 @@ class StepGraphs:
 
     def _hand_back(self) -> None:
         run, queries = self._run, self._buffers.queries
-        run.descriptors = FreshDescriptors(run.store, run.device)
+        run.descriptors = Descriptors(run.store, run.device)
         run.attend = None
         for watcher in run.watchers:
             if self._keeps and queries is not None and isinstance(watcher, Audit):
@@ -140,18 +138,12 @@ class StepGraphs:
         self._buffers.write(known, ahead=True)
         graph = self._graphs.get(self._buffers.kind)
         if graph is None:
-            self._buffers.forget()
+            self._buffers.ahead = False
             return
-        self._prepare(self._buffers.descriptor.fast, states)
+        prepare_layers(self._run, sorted(self._run.batch_codes), self._buffers.descriptor.fast, states)
         with self._run.observer.span(AHEAD):
             self._token_BW.copy_(token_B[:, None])
             graph.repeat()
-
-    def _prepare(self, rows: Sequence[int], states: Sequence[RequestState]) -> None:
-        run, layers = self._run, sorted(self._run.batch_codes)
-        for index in layers if layers and lacking(run, layers[0], rows, states) else ():
-            group = run.batch_codes[index].recent_BHXGD.shape[3]
-            prepare(Layer(run, index, **run.options[index]), group, rows, states)
 
     def _do(self, kind: Kind) -> StepGraph:
         if kind not in self._graphs:
@@ -210,14 +202,7 @@ class StepGraphs:
         run.meter.kernels.update(done.launches)
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
-            selections = {
-                layers: replace(
-                    selection,
-                    index_BHK=selection.index_BHK.clone(),
-                    diagnostics={name: value.clone() for name, value in selection.diagnostics.items()},
-                )
-                for layers, selection in selections.items()
-            }
+            selections = {layers: selection.copy() for layers, selection in selections.items()}
         note_step(run, selections, self._buffers.places)
 
 
@@ -232,22 +217,23 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
     with run.launches():
         pseudo = None
         if layer.chooses:
-            choice, pseudo = choose(layer, step, last_BHG1D)
+            choice, pseudo = select.choose(layer, step, last_BHG1D)
             if choice is not None:
                 buffers.selections[layer.index,] = choice
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
-        handed = Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
-        submit(handed, partial(_select, buffers, rows), () if joins(layer, ()) else None)
+        handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
+        select.submit(handed, partial(_select, buffers, rows), ())
     return result.out_BHGWE
 
 
-def _select(buffers: StepBuffers, rows: Rows, handed: list[Handed]) -> None:
+def _select(buffers: StepBuffers, rows: Rows, handed: list[select.Handed]) -> None:
     layers = [each.layer for each in handed]
     with layers[0].run.launches():
-        selection, _ = select(layers, rows, None, joined(handed))
-    assert selection is not None, "a policy that needs only the evidence selects"
+        selection = select.select(layers, rows, None, select.joined(handed))
+        assert selection is not None, "a policy that needs only the evidence selects"
+        select.pack(layers, rows, selection)
     buffers.selections[tuple(layer.index for layer in layers)] = selection
 
 
@@ -259,11 +245,11 @@ def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> No
         count_attention(run, batch_pass.descriptor_of(left_dense=left_dense))
     for layers, selection in sorted(selections.items()):
         if run.policy.chooses:
-            note_choice(run, layers[0], selection, batch_pass.descriptor.fast)
+            select.note_choice(run, layers[0], selection, batch_pass.descriptor.fast)
             continue
-        full = {row: places[row] for row in slow if has_candidates(run, row)}
+        full = {row: places[row] for row in slow if select.has_candidates(run, row)}
         bare = {row: 0 for row in slow if row not in full}
         run.meter.count("triton.pack", len(layers) * len(slow))
         run.meter.count("triton.selector", len(layers) * len(full))
-        note(run, layers, bare, Selection(selection.index_BHK[:, :, :0]))
-        note(run, layers, full, selection)
+        select.note(run, layers, bare, Selection(selection.index_BHK[:, :, :0]))
+        select.note(run, layers, full, selection)

@@ -8,10 +8,10 @@ from typing import Any, Self
 import torch
 
 from sfi_core.engine.audit import dense_twin
+from sfi_core.engine.batch_pass import SeenLayer, Watcher
 from sfi_core.engine.lossless import Block, DraftRule, Drafts
 from sfi_core.engine.picking import PAD
 from sfi_core.engine.prompt_cache import PromptCache
-from sfi_core.engine.prompt_queries import SeenLayer, Watcher
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache, SfiLayer

@@ -11,10 +11,10 @@ import torch
 
 from sfi_core.distributed.ranks import ranks_of
 from sfi_core.engine.audit import Audit, check_audit, compare_logits, dense_twin
+from sfi_core.engine.batch_pass import Watcher
 from sfi_core.engine.maintenance import worked_off_together
 from sfi_core.engine.picking import CPU_PIECE, PIECE
 from sfi_core.engine.prompt_cache import UNKNOWN
-from sfi_core.engine.prompt_queries import Watcher
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
@@ -28,7 +28,7 @@ from sfi_core.models.describe import describe_model
 from sfi_core.models.load import DTYPES, check_split
 from sfi_core.models.source import model_digest
 from sfi_core.observers.events import LogitsEvent, PromptEvent, RunEvent
-from sfi_core.observers.observer import NullObserver, Observer, as_one
+from sfi_core.observers.observer import Observer, Observers
 from sfi_core.policies import EvidencePolicy, policy_class
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import PAGE_SIZE, AuditConfig, EngineOptions
@@ -68,7 +68,7 @@ class Session:
         if unknown := sorted(set(config.dense_layers) - set(layers)):  # the setting would have no effect
             raise ConfigError(f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}")
         self.policy = policy_class(policy)(config, trigger, layers)
-        self.observer = as_one(observers)
+        self.observer = Observers(observers)
         self.audit, self.engine, self.fusion = audit, engine, Fusion()
         self.lock, self._thread, self._open = RLock(), get_ident(), set[SfiCache]()
         self._page_size = page_size
@@ -329,7 +329,7 @@ class Session:
             raise ConfigError(f"kv_dtype must be auto under {where}, got {self.engine.kv_dtype}")
         if self.audit is not None:
             check_audit(self.audit, self.shapes())
-        if type(self.observer) is not NullObserver or self.ranks.size > 1:  # every rank, or none
+        if self.observer.each or self.ranks.size > 1:  # every rank, or none
             self.shapes()  # now: it takes a forward pass, which cannot be made within another
 
 

@@ -7,7 +7,7 @@ from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from sfi_core.engine.attend import check_backend, check_shapes
+from sfi_core.engine.attend import check_backend
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.attention import routed
 from sfi_core.hosts.transformers.fusion import fused, wants_fusion
@@ -18,8 +18,9 @@ from sfi_core.models.linear import quick_linears
 from sfi_core.models.rotation import check_rotation
 from sfi_core.observers.observer import Observer
 from sfi_core.settings.config import SfiConfig, checked_config
-from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
+from sfi_core.settings.engine import DEFAULTS, PAGE_SIZE, AuditConfig, EngineOptions
 from sfi_core.settings.policy_names import default_policy
+from sfi_kernels.attention_tile import check_limits
 from sfi_kernels.launch import KernelLimitError
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,9 @@ def _resolved(backend: str, session: Session, page_size: int | None) -> str:
     if len(devices) > 1:
         why = f"the triton backend needs the model on one device, got {', '.join(devices)}; use the torch backend"
     try:
-        check_shapes(session.shapes(), page_size, model.dtype, model.device)
+        for shape in session.shapes():
+            if shape.window is None:
+                check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, model.dtype, model.device)
     except KernelLimitError as error:
         why = why or str(error)
     if why and backend != "auto":

@@ -71,8 +71,8 @@ class CodeScan(Companion, Policy):
         """Count the codes, the basis, the queries kept, the sum of values and up to which position it goes."""
         channels = SLOTS * words(layer.key_width)
         numbers = capacity * words(layer.key_width) + layer.key_width * (2 * channels + 1) + layer.value_width + 1
-        kept = KEPT * layer.query_heads * layer.key_width * layer.itemsize
-        return layer.heads * numbers * torch.float32.itemsize + kept
+        queries = KEPT * layer.query_heads * layer.key_width * layer.itemsize
+        return layer.heads * numbers * torch.float32.itemsize + queries
 
     def first_bytes(self, layer: LayerShape) -> int:
         """Count the keys that are coded: as they are, in float32, and less their mean."""
@@ -119,8 +119,7 @@ def choosing_tokens(length: float, width: int) -> float:
 # by bits: the step, in standard deviations, of the best uniform quantizer of a normal variable
 STEP = {1: 1.596, 2: 0.9957, 4: 0.3352}
 KEYS = 2048  # fewer than twice as many are looked at, which is enough for a covariance
-# shares of the mean variance that are added in all directions: to the queries', and so that any number of
-# directions can be told apart
+# shares of the mean variance that are added in all directions: to the queries', and to tell directions apart
 RIDGE, FLOOR = 1e-2, 1e-5
 # of the iteration: with 6 to 20 the codes of SmolLM2-135M miss as much attention as with exact eigenvectors
 ROUNDS = 8
@@ -165,16 +164,15 @@ def _ridged(square_HDD: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def _leading(variance_HDD: torch.Tensor, count: int) -> torch.Tensor:
-    # orthonormal directions of the largest variance, in order, [H, D, count], zeros beyond D: by orthogonal
-    # iteration from cosines
+    # orthonormal directions of the largest variance, in order, [H, D, count], by orthogonal iteration from cosines
     variance_HDD = _ridged(variance_HDD, FLOOR)
     D = variance_HDD.shape[-1]
     place_D = torch.arange(D, dtype=torch.float64, device=variance_HDD.device)
-    found_HDC = torch.outer((place_D + 0.5) * (math.pi / D), place_D[:count]).cos().expand(len(variance_HDD), -1, -1)
+    basis_HDC = torch.outer((place_D + 0.5) * (math.pi / D), place_D[:count]).cos().expand(len(variance_HDD), -1, -1)
     for _ in range(ROUNDS):
-        found_HDC = variance_HDD @ found_HDC
-        size_HCC, _ = torch.linalg.cholesky_ex(found_HDC.mT @ found_HDC)
-        found_HDC = torch.linalg.solve_triangular(size_HCC.mT, found_HDC, upper=True, left=False)
-    order_HC = (found_HDC * (variance_HDD @ found_HDC)).sum(1).argsort(descending=True)
-    found_HDC = found_HDC.take_along_dim(order_HC[:, None], 2)
-    return torch.nn.functional.pad(found_HDC, (0, count - found_HDC.shape[-1]))
+        basis_HDC = variance_HDD @ basis_HDC
+        size_HCC, _ = torch.linalg.cholesky_ex(basis_HDC.mT @ basis_HDC)
+        basis_HDC = torch.linalg.solve_triangular(size_HCC.mT, basis_HDC, upper=True, left=False)
+    order_HC = (basis_HDC * (variance_HDD @ basis_HDC)).sum(1).argsort(descending=True)
+    basis_HDC = basis_HDC.take_along_dim(order_HC[:, None], 2)
+    return torch.nn.functional.pad(basis_HDC, (0, count - basis_HDC.shape[-1]))

@@ -3,9 +3,6 @@
 Unlike in the authors' code, the query heads of a KV head share a selection, by their largest bound; layers 0
 and 1 are dense only if they are in `dense_layers`; and the budget may cut the last page short. So all methods
 read as many tokens.
-
-With `baseline.score=deviation` a page's score is the mean of its logits plus their deviation, a variant of
-ours from as many bytes: one outlier lifts a bound in every channel.
 """
 
 from typing import ClassVar
@@ -14,9 +11,6 @@ from sfi_core.policies import page_bounds as pages
 from sfi_core.policies.base import LayerContext, Notes, Policy, Selection, stacked
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
-
-# by `baseline.score`: what is kept of a page, and its score
-SCORES = {"bounds": (pages.extremes_of, pages.bounds), "deviation": (pages.moments_of, pages.likely_logits)}
 
 
 class Quest(Policy):
@@ -28,9 +22,8 @@ class Quest(Policy):
     def select_before(self, context: LayerContext) -> Selection:
         """Take the tokens of the pages with the highest scores."""
         page, chosen = self.config.baseline.page, []
-        summary, score = SCORES[self.config.baseline.score]
         for place, state in enumerate(context.states):
-            score_HGP = score(context.query_BHGWD[place, :, :, -1], *pages.extremes(context, place, page, summary))
+            score_HGP = pages.bounds(context.query_BHGWD[place, :, :, -1], *pages.extremes(context, place, page))
             allowed = state.sink(self.config.sink), state.recent_start
             chosen.append(pages.best_pages(score_HGP.amax(1), page, allowed, self.config.budget))
         return Selection(stacked(chosen))

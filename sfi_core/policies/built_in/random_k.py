@@ -14,18 +14,13 @@ class RandomK(Triggered):
 
     def select_after(self, context: LayerContext) -> Selection:
         """Draw by `trigger_seed`, prompt length, generated text, step and layer, not by the rest of the batch."""
-        _, H, T = context.key_norm_BHT.shape
-        score_BHT = torch.stack([self._draw(context, place, H, T) for place in range(len(context.states))])
-        return best(context, score_BHT, self.config.budget)
-
-    def _draw(self, context: LayerContext, place: int, heads: int, longest: int) -> torch.Tensor:
-        state = context.states[place]
-        # the request is told by its text, since its place in the batch must change no draw
-        text = *state.tokens[: state.step], state.prompt_tokens
-        seed = f"{self.config.trigger_seed} {text} {state.step} {context.layer}"
-        generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))  # noqa: S311 - no secret
-        ranks = context.ranks
-        # drawn token by token and for the heads of all ranks, so that length and ranks change no draw
-        score_TH = torch.rand(longest, heads * ranks.size, generator=generator)
-        ours_TH = score_TH[:, heads * ranks.number : heads * (ranks.number + 1)]
-        return ours_TH.T.to(context.key_norm_BHT.device)
+        (_, H, T), ranks, scores = context.key_norm_BHT.shape, context.ranks, []
+        for state in context.states:
+            # the text names the request, since its place in the batch must change no draw
+            text = *state.tokens[: state.step], state.prompt_tokens
+            seed = f"{self.config.trigger_seed} {text} {state.step} {context.layer}"
+            generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(63))  # noqa: S311 - no secret
+            # drawn token by token and for the heads of all ranks, so that length and ranks change no draw
+            score_TH = torch.rand(T, H * ranks.size, generator=generator)
+            scores.append(score_TH[:, H * ranks.number : H * (ranks.number + 1)].T)
+        return best(context, torch.stack(scores).to(context.key_norm_BHT.device), self.config.budget)

@@ -21,7 +21,7 @@ class SFI(EvidencePolicy, Triggered):
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`."""
         super().__init__(config, trigger, layers)
-        self._settings = dataclasses.asdict(self.config.selector)
+        self._settings = {**dataclasses.asdict(self.config.selector), "span": self.config.span}
 
     def select_after(self, context: Evidence) -> Selection:
         """Run the Selector and take the positions with the highest scores (Algorithm 2)."""
@@ -29,23 +29,15 @@ class SFI(EvidencePolicy, Triggered):
         alone = context.interval is not None and context.ranks.size == 1
         by = fastest(context.backend, context.allowed_BT.device) if alone else context.backend
         with context.span("selector"):
-            score, diagnostics["lambda_star"] = selector.on(by)(
-                context.logits(),
-                context.key_norm_BHT,
-                context.allowed_BT,
-                span=self.config.span,
-                log_sum_BHGW=context.log_sum_BHGW,
-                diagnostics=diagnostics if context.wants_diagnostics else None,
-                gather=context.ranks.gather if context.ranks.size > 1 else None,
-                interval=context.interval,
-                **self._settings,
-            )
+            evidence = context.logits(), context.key_norm_BHT, context.allowed_BT
+            options = {**self._settings, "log_sum_BHGW": context.log_sum_BHGW, "interval": context.interval}
+            if context.wants_diagnostics:
+                options["diagnostics"] = diagnostics
+            if context.ranks.size > 1:
+                options["gather"] = context.ranks.gather
+            score, diagnostics["lambda_star"] = selector.on(by)(*evidence, **options)
             if self.config.page_size > 1:
-                score = self.pooled(score)
+                score = pool_by_page(score, self.config.page_size)  # docs/evidence/granularity.md has other ways
         with context.span("top_k"):
             index = top_k.on(context.backend)(score, self.config.budget)
         return Selection(index, diagnostics, by=by)
-
-    def pooled(self, score_BHT: torch.Tensor) -> torch.Tensor:
-        """Score whole pages, for a `page_size` above 1; docs/evidence/granularity.md compares other ways."""
-        return pool_by_page(score_BHT, self.config.page_size)

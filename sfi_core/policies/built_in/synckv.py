@@ -92,26 +92,19 @@ class HeadClusters(BaseModel):
         return tuple(clusters.representatives[cluster] for cluster in clusters.cluster_of)
 
     def check(self, heads_by_layer: Mapping[int, int], digest: str) -> None:
-        """Raise `ConfigError` for a model with another checkpoint, other layers, or other KV heads.
-
-        `heads_by_layer` are those of the full-attention layers; the running model's digest, "" if unknown,
-        must agree if both are known.
-        """
+        """Raise `ConfigError` for another checkpoint (by digest, "" if unknown), full-attention layers or KV heads."""
         whose = f"head clusters of {self.model or 'a model without a name'}"
         if self.digest and digest and self.digest != digest:
             raise ConfigError(
                 f"{whose} must be of the checkpoint that runs, {digest[:SHOWN]}, "
                 f"got {self.digest[:SHOWN]}; make them with sfi tune heads"
             )
-        if self.layers.keys() != heads_by_layer.keys():
-            raise ConfigError(
-                f"{whose} must be of the model's full-attention layers {sorted(heads_by_layer)}, "
-                f"got {sorted(self.layers)}"
-            )
-        for layer, heads in heads_by_layer.items():
-            count = len(self.layers[layer].cluster_of)
-            if count != heads:
-                raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {count}")
+        clustered = {layer: len(clusters.cluster_of) for layer, clusters in self.layers.items()}
+        odd = sorted(layer for layer, _ in clustered.items() ^ heads_by_layer.items())
+        if odd:
+            layer, heads = odd[0], heads_by_layer.get(odd[0], 0)
+            got = clustered.get(layer, 0)
+            raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {got}")
 
 
 class SyncKV(Companion, Policy):
@@ -124,10 +117,7 @@ class SyncKV(Companion, Policy):
     fixed: ClassVar = {"recent_mode": "anchored", "window_prefill": 1}  # Eq. 3: the last query
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
-        """See `Policy`; reads the file of head clusters.
-
-        Raise `ConfigError` if no file is named, `InputError` for one that cannot be read or is damaged.
-        """
+        """See `Policy`; raise `ConfigError` without a file of head clusters, and as `HeadClusters.load`."""
         super().__init__(config, trigger, layers)
         settings = self.config.synckv
         self.most_fast_steps = settings.stride

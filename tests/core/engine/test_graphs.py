@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
 from sfi_core.engine import loop
-from sfi_core.engine.attend import prepare
+from sfi_core.engine.attend import prepare_layers
 from sfi_core.engine.graphs import buffers, steps
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless import Drafts
@@ -150,12 +150,13 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     prompt learns its first basis; the first one learns its own again before the fourth."""
     learned = []
 
-    def learn(*args) -> None:
+    def learn(run, layers, *about) -> None:
         with recorder.refusing(Tape(host=True)) as tape:
-            prepare(*args)
-        learned.append((args[0].index, recorder.plays, bool(tape.played)))
+            prepare_layers(run, layers, *about)
+        if tape.played:
+            learned.append((layers, recorder.plays))
 
-    monkeypatch.setattr(steps, "prepare", learn)
+    monkeypatch.setattr(steps, "prepare_layers", learn)
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2][:5]], "name": "small"}
     config = CONFIG.replace(budget=2, recent=3)
@@ -163,7 +164,7 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     assert graphed[0].paths["graph.replay"] == 5
     same(graphed, eager)
     assert recorder.tapes == 1
-    assert learned == [(0, plays, True) for plays in (2, 3)]
+    assert learned == [([0], plays) for plays in (2, 3)]
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def requests(*modes: int, length: int = 30) -> Requests:
 
 @pytest.fixture
 def buffers() -> StepBuffers:
-    return StepBuffers.of(KVCache(3, 64, 16, "triton"), POLICY, torch.device("cpu"), 6)
+    return StepBuffers(KVCache(3, 64, 16, "triton"), torch.device("cpu"), policy=POLICY, most=6)
 
 
 def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):

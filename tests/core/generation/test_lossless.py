@@ -21,6 +21,7 @@ from sfi_kernels.code_scan.reference import words_of
 from tests.architectures import COMMON, WORKS, prompts, tiny
 from tests.covering import covering, each_value, first
 from tests.fakes import RecordingObserver, tokens
+from tests.two_tier import norms_of
 
 pytestmark = pytest.mark.seam
 
@@ -114,7 +115,7 @@ def cached(run, row):
     for layer in sorted(run.layers):
         yield run.store.keys(layer, row, state.prompt_tokens, stop)
         yield run.store.values(layer, row, state.prompt_tokens, stop)
-        yield run.store.norms(layer, (row,), stop)[:, :, state.prompt_tokens :]
+        yield norms_of(run.store, layer, row, stop)[:, state.prompt_tokens :]
 
 
 def test_the_cache_is_full_attentions(runs):

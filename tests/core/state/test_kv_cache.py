@@ -10,7 +10,7 @@ from sfi_kernels.launch import counting
 from sfi_kernels.pages import read_pages
 from tests.covering import each_value
 from tests.fakes import int32
-from tests.two_tier import B, D, E, H, Written
+from tests.two_tier import B, D, E, H, Written, norms_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -104,17 +104,10 @@ def test_norms_of_pages_are_those_of_their_requests(page_size: int | None):
     written.append(12, 20, 17)
     table = written.store.block_table_BP[torch.tensor([2, 0])]
     pages = table[:, None] * H + torch.arange(H)[:, None].int()
-    norms = written.store.norms_of(0, pages)
+    norms = written.store.norms(0, pages)
     assert norms.shape == (2, H, written.store.capacity)
-    assert torch.equal(norms[:, :, :12], written.store.norms(0, [2, 0], 12))
-
-
-def test_norms_of_one_page_are_a_view():
-    written = filled(20)
-    written.append(6, 6, 6)
-    norms = written.store.norms(0, [1, 2], 6)
-    written.store.layers[0].norm_PHN[1:] = 3
-    assert (norms == 3).all()
+    expected = torch.stack([written.keys[row][:, :12].norm(dim=-1) for row in (2, 0)])
+    torch.testing.assert_close(norms[:, :, :12], expected)
 
 
 def test_one_page_per_request_is_a_contiguous_tensor():
@@ -153,4 +146,4 @@ def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None, gr
     row.append(0, key, value, int32([0]), int32([7]), [0], [7])
     written.keys[1], written.values[1] = key[0], value[0]
     written.assert_found()
-    torch.testing.assert_close(row.norms(0, [0], 7)[0], key[0].norm(dim=-1))
+    torch.testing.assert_close(norms_of(row, 0, 0, 7), key[0].norm(dim=-1))

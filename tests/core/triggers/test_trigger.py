@@ -251,10 +251,13 @@ def test_words_special_tokens_and_parts_of_characters_are_not_chosen(byte_level)
     assert not chosen & set(byte_level.convert_tokens_to_ids(["<|.|>.", "<;>;", PART]))
 
 
-def test_trigger_of_several_tokens_is_missing_and_says_how_it_is_written(byte_level):
+def missing(triggers) -> list[str]:
+    return [trigger for trigger, tokens in triggers.chosen.items() if not tokens]
+
+
+def test_trigger_of_several_tokens_is_missing(byte_level):
     triggers = build_trigger_set(byte_level, (".", "<a>"))
-    assert tuple(triggers.reasons) == ("<a>",)
-    assert triggers.reasons == {"<a>": "no single token; written as '<' 'a' '>'"}
+    assert missing(triggers) == ["<a>"]
     assert byte_level.convert_tokens_to_ids(">") not in triggers.token_ids  # its last token
 
 
@@ -271,19 +274,18 @@ def test_word_piece_s_continuation_is_taken_and_what_it_drops_or_rewrites_is_mis
     expected = tuple(word_piece.convert_tokens_to_ids([".", "##."]))
     found = build_trigger_set(word_piece, (".", "\n", "END", "§§", "."))
     assert found.token_ids == expected
-    assert set(found.reasons) == {"\n", "END", "§§"}
-    assert found.reasons["\n"] == "no single token; written as nothing"
+    assert missing(found) == ["\n", "END", "§§"]
     assert build_trigger_set(word_piece, ("\n", ".", "?", ".")).describe() == [
+        ("'\\n'", 0, "no single token"),
         ("'.'", 2, "'.' '##.'"),
         ("'?'", 1, "'?'"),
-        ("'\\n'", 0, "no single token; written as nothing"),
     ]
 
 
 def test_unigram_full_stop_takes_the_piece_with_a_space_and_no_word(unigram):
     expected = tuple(unigram.convert_tokens_to_ids([".", "▁."]))
     assert build_trigger_set(unigram, ["."]).token_ids == expected
-    assert tuple(build_trigger_set(unigram, PUNCTUATION).reasons) == ("\n",)  # it turns it into a space
+    assert missing(build_trigger_set(unigram, PUNCTUATION)) == ["\n"]  # it turns it into a space
 
 
 def test_bundled_tokenizer_has_its_eight_sentence_ends():
@@ -309,4 +311,4 @@ def test_tokenizer_decodes_its_wordless_tokens_once_in_bulk():
     tokenizer = PlainTokenizer()
     triggers = build_trigger_set(tokenizer, (".", "!", "</think>"))
     assert tokenizer.decoded == [[[2], [3]]]
-    assert (triggers.token_ids, tuple(triggers.reasons)) == ((2, 3), ("</think>",))
+    assert (triggers.token_ids, missing(triggers)) == ((2, 3), ["</think>"])
