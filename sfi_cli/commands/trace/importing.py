@@ -17,14 +17,6 @@ def import_(
         o.Number,
         typer.Option(min=1, help="Only the most probable positions of each row of attention.", show_default="1024"),
     ] = None,
-    kv_heads: Annotated[
-        o.Number,
-        typer.Option(
-            min=1,
-            help="KV heads that the query heads of attention are averaged for.",
-            show_default="the file's, or one for each query head",
-        ),
-    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Hub id or folder: the tokens' text, and which of them end a sentence.")
     ] = None,
@@ -42,7 +34,7 @@ def import_(
 
       sfi trace import indexer.npz -o run --tokenizer deepseek-ai/DeepSeek-V3.2-Exp
 
-      sfi trace import attention.pt -o run --kv-heads 8 --top 256
+      sfi trace import attention.pt -o run --top 256
     """
     from sfi_cli.terminal.progress import Progress
     from sfi_core.models.load import load_tokenizer
@@ -54,7 +46,6 @@ def import_(
             file,
             folder,
             top=top,
-            kv_heads=kv_heads,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
             force=force,
             progress=lambda done, total: progress.update("importing", done, total),

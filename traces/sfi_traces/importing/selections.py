@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sfi_core.errors import InputError
-from sfi_traces.importing.arrays import COMMON, Arrays, ImportedStep, Tokens
+from sfi_traces.importing.arrays import Arrays, ImportedStep, Tokens
 from sfi_traces.overlap import Floats, Ints
 from sfi_traces.schema import MOST_LAYERS
 
@@ -32,11 +32,11 @@ class SelectionArrays:
 
     def __init__(self, arrays: Arrays) -> None:
         """Read the arrays; raises `InputError` for one that is missing or whose shape contradicts the others."""
-        arrays.check_names(arrays.names, (*COMMON, *NAMES))
-        names = [name for name in ("positions", "blocks") if name in arrays.names]
+        arrays.check_names(*NAMES)
+        names = [name for name in ("positions", "blocks") if name in arrays.values]
         if len(names) != 1:
             got = " and ".join(names) or "neither"
-            raise InputError(f"import {arrays.path} must have positions, blocks or attention.PASS.LAYER, got {got}")
+            raise InputError(f"import {arrays.path} must have positions or blocks, got {got}")
         (self._name,), self._path = names, arrays.path
         self.block_size = arrays.number("block_size")
         if (self.block_size is not None) != (self._name == "blocks"):
