@@ -36,8 +36,8 @@ def check(trace: Trace) -> dict[str, Any]:
         notes.append(f"stopped early: {trace.manifest['stopped']}")
     checked = {name: _check_table(trace, name) for name in TABLES}
     problems = [line for _, faults, _ in checked.values() for line in faults]
-    for name, (_, _, newer) in checked.items():
-        notes += [f"{name} has columns of a newer sfi: {', '.join(newer)}"] if newer else []
+    newest = {name: ", ".join(newer) for name, (_, _, newer) in checked.items() if newer}
+    notes += [f"{name} has columns of a newer sfi: {newer}" for name, newer in newest.items()]
     if temporary := sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp")):
         notes.append(f"left over from a write that broke off: {', '.join(temporary)}")
     recorded: list[Row] = []
@@ -63,42 +63,35 @@ def check(trace: Trace) -> dict[str, Any]:
 
 def _check_table(trace: Trace, name: str) -> tuple[Row, list[str], list[str]]:
     # a table's facts, a line for each fault, and columns that this sfi does not know
-    parts, schema, rows = trace.parts(name), TABLES[name], 0
-    damaged: list[str] = []
-    faults: list[str] = []
+    parts, rows = trace.parts(name), 0
+    lines: list[str] = []
     newer: list[str] = []
     for part in parts:
+        wrong: list[str] = []
         try:
             open_part(part)
             with parquet.ParquetFile(part, page_checksum_verification=True) as file:
                 written = file.schema_arrow
                 rows += sum(len(batch) for batch in file.iter_batches(ROWS))
-            newer += [column for column in written.names if column not in {*schema.names, *newer}]
-            wrong = []
-            for field in schema:
+            newer += [column for column in written.names if column not in {*TABLES[name].names, *newer}]
+            for field in TABLES[name]:
                 if field.name not in written.names:
                     wrong.append(f"{name} lacks the column {field.name}")
                 elif (kind := written.field(field.name).type) != field.type:
                     wrong.append(f"{name} has a column of another type: {field.name} ({kind}, not {field.type})")
-            faults += [line for line in wrong if line not in faults]
             if not wrong:
                 read_part(part, name)
         except DAMAGED as error:
-            if type(error) is ValueError:
-                faults.append(f"{name}/{part.name} is damaged: {error}")
-            else:
-                damaged.append(f"{name}/{part.name}")
-    present = {part.name for part in parts}
-    lacking = (file for number in count() if (file := PART.format(number=number)) not in present)
-    absent = [
-        f"{name}/{file}" for file in islice(takewhile(lambda file: file < max(present, default=""), lacking), MOST)
-    ]
-    lines = [f"{part} is damaged or truncated" for part in damaged] + [f"{part} is missing" for part in absent] + faults
+            how = f"damaged: {error}" if type(error) is ValueError else "damaged or truncated"
+            wrong.append(f"{name}/{part.name} is {how}")
+        lines += [line for line in wrong if line not in lines]
+    present, last = {part.name for part in parts}, parts[-1].name if parts else ""
+    files = takewhile(lambda file: file < last, map(PART.format, count()))
+    lines += islice((f"{name}/{file} is missing" for file in files if file not in present), MOST)
     expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
     if not lines and expected not in (None, rows):
         lines.append(f"{name} must have {expected:,} rows, got {rows:,}")
-    table = {"table": name, "parts": len(parts), "rows": rows, "expected_rows": expected}
-    return table | {"damaged": damaged, "absent": absent}, lines, newer
+    return {"table": name, "parts": len(parts), "rows": rows, "expected_rows": expected}, lines, newer
 
 
 def _recorded(trace: Trace) -> list[Row]:

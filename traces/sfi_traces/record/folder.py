@@ -226,7 +226,7 @@ class PartFiles:
         ) as writer:
             writer.write_table(table)
             writer.add_key_value_metadata(self._metadata)
-        write_atomically(folder / PART.format(number=self._parts[name]), sink.getvalue())
+        write_atomically(folder / PART.format(self._parts[name]), sink.getvalue())
         self._parts[name] += 1
         self.written[name] += len(table)
 
