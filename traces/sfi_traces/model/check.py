@@ -40,14 +40,10 @@ def check(trace: Trace) -> dict[str, Any]:
     notes += [f"{name} has columns of a newer sfi: {newer}" for name, newer in newest.items()]
     if temporary := sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp")):
         notes.append(f"left over from a write that broke off: {', '.join(temporary)}")
-    recorded: list[Row] = []
-    unchecked: str | None = "their table has problems"
-    if not checked["steps"][1]:
-        recorded = _recorded(trace)
-        broken, unchecked = _check_steps(trace, recorded)
-        problems += broken
-    if unchecked is not None:
-        notes.append(f"steps not checked against their tokens: {unchecked}")
+    broken = checked["steps"][1]
+    recorded, rules, unchecked = ([], [], "their table has problems") if broken else _check_steps(trace)
+    problems += rules
+    notes += [f"steps not checked against their tokens: {unchecked}"] if unchecked else []
     return {
         "trace": str(trace.path),
         "sound": not problems,
@@ -55,7 +51,7 @@ def check(trace: Trace) -> dict[str, Any]:
         "stopped": trace.manifest.get("stopped"),
         "tables": [table for table, _, _ in checked.values()],
         "recorded": recorded,
-        "steps_checked": unchecked is None,
+        "steps_checked": not unchecked,
         "problems": problems,
         "notes": notes,
     }
@@ -94,15 +90,12 @@ def _check_table(trace: Trace, name: str) -> tuple[Row, list[str], list[str]]:
     return {"table": name, "parts": len(parts), "rows": rows, "expected_rows": expected}, lines, newer
 
 
-def _recorded(trace: Trace) -> list[Row]:
+def _check_steps(trace: Trace) -> tuple[list[Row], list[str], str | None]:
+    # the steps of each request, a line for each broken rule, and why not all steps were checked
     steps = trace.table("steps", ["request", "step"]).group_by("request")
     counted = steps.aggregate([("step", "count"), ("step", "max"), ("step", "count_distinct")])
     names = ["request", "steps", "last_step", "distinct"]
-    return counted.rename_columns(names).sort_by("request").to_pylist()  # type: ignore[no-any-return]
-
-
-def _check_steps(trace: Trace, recorded: list[Row]) -> tuple[list[str], str | None]:
-    # a line for each broken rule, and why not all steps were checked
+    recorded: list[Row] = counted.rename_columns(names).sort_by("request").to_pylist()
     gaps = [
         f"request {row['request']}: steps must be consecutive from 0 on, got {row['steps']} up to step "
         f"{row['last_step']}"
@@ -110,15 +103,15 @@ def _check_steps(trace: Trace, recorded: list[Row]) -> tuple[list[str], str | No
         if not row["steps"] == row.pop("distinct") == row["last_step"] + 1
     ]
     if gaps:
-        return gaps, "some are missing"
+        return recorded, gaps, "some are missing"
     if trace.redacted:
-        return [], "token ids were left out (trace.redact_text)"
+        return recorded, [], "token ids were left out (trace.redact_text)"
     try:
         lines = list(_broken_rules(trace))
     except ConfigError as error:
-        return [], str(error)
+        return recorded, [], str(error)
     more = [f"{len(lines) - MOST:,} more steps break a rule"] if len(lines) > MOST else []
-    return lines[:MOST] + more, None
+    return recorded, lines[:MOST] + more, None
 
 
 def _broken_rules(trace: Trace) -> Iterator[str]:
