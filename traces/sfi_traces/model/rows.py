@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,10 +39,10 @@ class Rows:
                 for group in part.split_by_row_group(pc.field("request") == request):
                     step = group.row_groups[0].statistics.get("step", UNKNOWN)
                     if not isinstance(step["min"], int | float):
-                        raise trace.damaged(Path(part.path))
+                        raise trace.unreadable()
                     self._groups.append((group, step["min"], step["max"]))
             except DAMAGED as error:
-                raise trace.damaged(Path(part.path)) from error
+                raise trace.unreadable() from error
         self._keys = lru_cache(KEYS)(self._read_keys)
         self._values = lru_cache(VALUES)(lambda group: self._read(group, names).combine_chunks())
 
@@ -100,4 +99,4 @@ class Rows:
         try:
             return checked(group.to_table(schema=TABLES[self._table], columns=columns), self._table)
         except DAMAGED as error:
-            raise self._trace.damaged(Path(group.path)) from error
+            raise self._trace.unreadable() from error
