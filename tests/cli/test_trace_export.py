@@ -55,7 +55,7 @@ def test_the_timeline_is_one_json_document(recorded, tmp_path):
     path = tmp_path / "timeline.json"
     assert trace("export", recorded, "--format", "perfetto", "-o", path).stderr == f"Wrote {path}\n"
     events = json.loads(path.read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == set("XCM")
+    assert {event["ph"] for event in events} == set("XM")
     assert trace("export", recorded, "--format", "perfetto").stdout == path.read_text()
 
 
