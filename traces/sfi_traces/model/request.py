@@ -15,7 +15,7 @@ from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections, StepReads
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
 from sfi_traces.model.supports import COLUMNS, MOST_POSITIONS, Supports, thinning
-from sfi_traces.model.trace import Place, Trace, check_known, of_steps, rows_of
+from sfi_traces.model.trace import Place, Trace, check_known, rows_of
 from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
 
@@ -251,20 +251,6 @@ class Request:
         except (duckdb.InvalidInputException, OSError) as error:
             raise self.trace.unreadable() from error
         self.connection.register(name, pa.Table.from_batches(pieces))
-
-    def pick(self, name: str, table: str, keys: pa.Table) -> None:
-        """Make a view of a table's chosen rows of some requests and steps; only these are read.
-
-        Not through DuckDB, which decodes the lists of every row in each scan.
-        """
-        rows = self.trace.rows(table, TABLES[table].names, of_steps(keys["step"].to_numpy()))
-        self.connection.register(f"{name}_rows", rows)
-        self.connection.register(f"{name}_keys", keys)
-        layer = "true" if self.layer is None else f"layer = {self.layer:d}"
-        self.connection.execute(f"""
-            CREATE OR REPLACE TEMP VIEW {name} AS
-            SELECT * FROM {name}_rows SEMI JOIN {name}_keys USING (request, step) WHERE {layer}
-        """)  # noqa: S608 - our own names and a number
 
     def choose(self, layers: Collection[int] | None, heads: Collection[int] | None, among: Collection[Place]) -> None:
         """Take some layers and KV heads of `among` as `places`, None for all; raises `ConfigError` for another."""
