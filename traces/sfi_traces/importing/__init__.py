@@ -21,17 +21,7 @@ from sfi_traces.importing.arrays import VERSION, open_arrays
 from sfi_traces.importing.attention import AttentionArrays
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.overlap import Array, Ints, SelectedSets
-from sfi_traces.record.folder import (
-    Lists,
-    PartFiles,
-    TableBuffer,
-    claim,
-    clear,
-    describe_run,
-    file_metadata,
-    now,
-    write_manifest,
-)
+from sfi_traces.record.folder import Lists, PartFiles, TableBuffer, claim, clear, describe_run, now, write_manifest
 from sfi_traces.record.rows import TokenText
 from sfi_traces.schema import TABLES
 
@@ -133,7 +123,7 @@ def _describe(path: Path, source: Source, triggers: tuple[int, ...], tokenizer: 
 
 
 def _write(source: Source, folder: Path, manifest: dict[str, Any], tokenizer: Any, progress: Progress) -> None:
-    parts, total = PartFiles(folder, file_metadata(manifest)), len(source.tokens.token_ids)
+    parts, total = PartFiles(folder, manifest), len(source.tokens.token_ids)
     tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
     layer_U, head_U = np.array(source.place_U).T
     units, sets, top = np.arange(len(layer_U)), SelectedSets(len(layer_U)), 1
