@@ -112,7 +112,6 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "trigger_always": (each("steps", trigger=lambda row: row["step"] % 2 == 0), {}),
     "evidence_broken": (each("selections", evidence_norm2=0.0, lambda_star=None), {}),
     "evidence_flat": (each("selections", evidence_entropy=math.log(CONTEXT - 20 + 100)), {}),
-    "prior_outweighs": (each("selections", lambda_star=0.7), {}),
     "selection_trailing": (each("selections", positions=end), {}),
     "selection_same": (each("selections", positions=lambda row: [*range(40, 59), 60 + row["step"]]), {}),
     "selection_frozen": (each("selections", added=0, removed=0), {}),

@@ -86,14 +86,6 @@ RULES = (
         advice="the Selector is given nothing to choose by: check the queries and logits that it gets, alpha",
     ),
     Rule(
-        name="prior_outweighs", measure=partial(measures.of_selector, "avg(lambda_star)", "isfinite(lambda_star)"),
-        threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR, samples="refreshes", percent=False,
-        reason="lambda* is the prior's weight and 1 - lambda* the evidence's; from .5 on position and key "
-        "norm count for more than attention; presets clip at .02 to .35",
-        means="lambda* is {value} on average: the prior weighs more than the evidence",
-        advice="lower selector.lambda_clip",
-    ),
-    Rule(
         name="selection_trailing", measure=measures.selection_trailing,
         threshold=0.95, share=0.5, needs=RECORD_POSITIONS, unnests=True,
         reason="a selection that is the last positions before the recent window is a longer window; measured .00 to "
