@@ -7,7 +7,7 @@ import numpy as np
 from sfi_core.errors import InputError
 from sfi_core.settings.engine import AuditConfig
 from sfi_traces.importing.arrays import Arrays, ImportedStep, Tokens, plain, readable
-from sfi_traces.importing.selections import ROUNDING
+from sfi_traces.importing.selections import MASSES, wrong_masses
 from sfi_traces.overlap import Array
 
 DIMENSIONS = 4  # request, head, query, token
@@ -69,15 +69,10 @@ class AttentionArrays:
         # averages each layer's query heads for the KV heads
         means = [row.reshape(self._kv_heads, -1, row.shape[-1]).mean(1, dtype=np.float32) for row in rows]
         mass_UT = np.concatenate(means)
-        total_U = mass_UT.sum(-1)
-        wrong_U = ~((total_U <= 1 + ROUNDING) & (mass_UT.min(-1) >= 0))  # NaN too
-        if wrong_U.any():
-            unit = int(np.argmax(wrong_U))
-            layer, head = self.place_U[unit]
-            raise InputError(
-                f"{self._name(number, layer)}: probabilities of KV head {head} must be at least 0 and add up "
-                f"to 1 at most, got a sum of {total_U[unit]:g}"
-            )
+        if (unit := wrong_masses(mass_UT)) is not None:
+            (layer, head), total = self.place_U[unit], mass_UT[unit].sum()
+            where = f"{self._name(number, layer)}: probabilities of KV head {head}"
+            raise InputError(f"{where} {MASSES}, got a sum of {total:g}")
         best_UK = np.sort(np.argsort(-mass_UT, axis=-1, kind="stable")[:, : self._top], axis=-1)
         return ImportedStep(
             index_UK=best_UK.astype(np.int32),
