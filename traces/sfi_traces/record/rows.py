@@ -42,7 +42,6 @@ class TraceRows:
         self.graphs: bool | None = None
         self.not_replayed: str | None = None
         self._first = self._requests = 0
-        self._run_state()
 
     @property
     def nbytes(self) -> int:
@@ -53,16 +52,6 @@ class TraceRows:
         """Dispatch an event and its tensors' values by name, or a list of spans."""
         getattr(self, HANDLERS.get(type(event), "on_spans"))(event, **arrays)
 
-    def _run_state(self) -> None:
-        # by the run's own request numbers, which the next run uses anew
-        self._sentence: dict[int, int] = defaultdict(int)
-        self._selected: dict[Place, SelectedSets] = {}
-        self._last: dict[Place, tuple[int, Array]] = {}
-        self._refreshed: dict[Place, Array] = {}
-        self._hashes: dict[int, Any] = {}
-        self._prompts: dict[int, dict[str, Any]] = {}
-        self._sequences: dict[tuple[str, int], TokenText] = {}  # by table and request
-
     def on_run(self, event: events.RunEvent) -> None:
         """Number the requests of this run after those of the last."""
         self._first += self._requests
@@ -71,7 +60,14 @@ class TraceRows:
         self._rank = event.rank
         heads = ((layer["layer"], layer["heads"]) for layer in event.model["layers"])
         self._first_head = {layer: event.rank * count for layer, count in heads}
-        self._run_state()
+        # by the run's own request numbers, which the next run uses anew
+        self._sentence: dict[int, int] = defaultdict(int)
+        self._selected: dict[Place, SelectedSets] = {}
+        self._last: dict[Place, tuple[int, Array]] = {}
+        self._refreshed: dict[Place, Array] = {}
+        self._hashes: dict[int, Any] = {}
+        self._prompts: dict[int, dict[str, Any]] = {}
+        self._sequences: dict[tuple[str, int], TokenText] = {}  # by table and request
         for request in range(event.batch):
             self._prompt(request)
 
