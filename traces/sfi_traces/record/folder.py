@@ -126,9 +126,9 @@ class Lists:
     sizes: Ints
 
     @classmethod
-    def of(cls, values: npt.NDArray[Any], kept: npt.NDArray[np.bool_]) -> Self:
-        """Make a list of the kept values of each row of [N, K]."""
-        return cls(values[kept], kept.sum(1))
+    def of(cls, values: npt.NDArray[Any], chosen: npt.NDArray[np.bool_]) -> Self:
+        """Make a list of the chosen values of each row of [N, K]."""
+        return cls(values[chosen], chosen.sum(1))
 
     @property
     def nbytes(self) -> int:

@@ -125,8 +125,8 @@ class TraceRows:
         """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows."""
         H = len(index_HK)
         heads = np.arange(H) if heads_H is None else np.flatnonzero(heads_H)
-        kept_HK = index_HK[heads] >= 0
-        if not diagnostics and not kept_HK.any():
+        known_HK = index_HK[heads] >= 0
+        if not diagnostics and not known_HK.any():
             return
         sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
@@ -135,7 +135,7 @@ class TraceRows:
             "head": heads + self._first_head[event.layer],
             **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
             **sets.replace(heads, index_HK[heads]),
-            "positions": Lists.of(index_HK[heads], kept_HK) if self._positions else None,
+            "positions": Lists.of(index_HK[heads], known_HK) if self._positions else None,
             "reason": event.reason,
         }
         self.tables["selections"].add_columns(len(heads), columns)
@@ -155,16 +155,16 @@ class TraceRows:
         self._last[place] = (event.step, index_HK)
         if event.slow:
             self._refreshed[place] = index_HK
-        kept_HK = index_HK >= 0
+        known_HK = index_HK >= 0
         columns = {
             **{name: of_heads.get(OTHER_NAMES.get(name, f"{name}_H"), np.nan) for name in TABLES["supports"].names},
             **self._key(event),
             "head": np.array(event.heads) + self._first_head[event.layer],
-            "positions": Lists.of(index_HK, kept_HK),
-            "mass": Lists.of(mass_HK, kept_HK),
+            "positions": Lists.of(index_HK, known_HK),
+            "mass": Lists.of(mass_HK, known_HK),
             "overlap_previous_step": _overlap(last if step == event.step - 1 else None, index_HK),
             "overlap_last_refresh": _overlap(refreshed, index_HK),
-            "read": None if read_HK is None else Lists.of(read_HK, kept_HK),
+            "read": None if read_HK is None else Lists.of(read_HK, known_HK),
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
