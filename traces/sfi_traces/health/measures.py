@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from sfi_core.settings.policy_names import TRIGGERED, built_in
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import of_steps
 from sfi_traces.schema import KEY, TABLES
@@ -123,15 +122,11 @@ def fast_disagrees(request: Request) -> list[Measured]:
 def trigger_share(which: str, request: Request) -> list[Measured]:
     """Share of generated tokens that are triggers, or no triggers, by request."""
     manifest = request.trace.manifest
-    if manifest["policy"] in built_in():
-        asks = manifest["policy"] in TRIGGERED
-    else:  # of another package, which need not be installed here: its steps say it
-        reasons = request.trace.table("steps", ["reason"])["reason"]
-        asks = not {"trigger", "t_max"}.isdisjoint(reasons.unique().to_pylist())
-    if not asks:
+    if (trigger := manifest["config"].get("trigger_policy", "boundary")) != "boundary":
+        raise Unjudged(f"the trigger is {trigger}, not the sentence's end")
+    # also of another package's policy, which need not be installed here
+    if {"trigger", "t_max"}.isdisjoint(request.trace.table("steps", ["reason"])["reason"].unique().to_pylist()):
         raise Unjudged(f"{manifest['policy']} has no trigger")
-    if manifest["config"].get("trigger_policy", "boundary") != "boundary":
-        raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
     return _measured(request, _share(which, "chosen_steps"))
 
 
