@@ -4,7 +4,6 @@ Each request has a track of its steps, with a lossless run's verifications as ma
 rank is a process; the first has the requests.
 """
 
-import heapq
 import json
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -61,19 +60,19 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     names = [(0, _track(number)) for number in sorted({step["request"] for step in steps})]
     names += [(row["rank"], row["stream"]) for row in request.query(STREAMS)]
     tracks = {track: (FIRST_PID + track[0], thread) for thread, track in enumerate(names, 1)}
-    events = heapq.merge(
+    named = list(_names(trace, tracks))
+    events = chain(
+        named,
         (_step_event(step, tracks) for step in steps),
         (_verification_event(row, tracks) for row in verifications),
         (_span_event(span, tracks) for span in trace.scan(request.connection, SPANS)),
-        key=lambda event: event["ts"],
     )
-    named = list(_names(trace, tracks))
     total = len(named) + len(steps) + len(verifications) + spans
     about = {key: trace.manifest.get(key) for key in ABOUT}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     yield head[:-1] + ', "traceEvents": [\n'
-    done, written = 0, chain(named, events)
-    while piece := list(islice(written, PIECE)):
+    done = 0
+    while piece := list(islice(events, PIECE)):
         lines = ",\n".join(json.dumps(event) for event in piece)
         yield f",\n{lines}" if done else lines
         done += len(piece)

@@ -65,8 +65,7 @@ class Arrays:
         """Return a positive whole number, None if the file has none; raises `InputError` for another value."""
         number = self.maybe(name, "iu", (0,))
         if number is not None and not 1 <= number <= MOST_TOKENS:
-            rule = "at least 1" if number < 1 else f"at most {MOST_TOKENS:,}"
-            raise InputError(f"{name} of {self.path} must be {rule}, got {number}")
+            raise InputError(f"{name} of {self.path} must be in 1 to {MOST_TOKENS:,}, got {number}")
         return None if number is None else int(number)
 
     def check_names(self, *more: str) -> None:
