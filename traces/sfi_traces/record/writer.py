@@ -1,6 +1,5 @@
 """The background thread that writes part files, so that decoding does not wait for the device or the disk."""
 
-import errno
 import queue
 import time
 from collections import defaultdict, deque
@@ -88,8 +87,7 @@ class TraceWriter:
         if not self._writes:
             return
         if self.failure is not None:
-            what = "disk full" if self.failure.errno == errno.ENOSPC else "write failed"
-            stopped = f"{what}: {self.failure.strerror}"
+            stopped = f"write failed: {self.failure.strerror}"
         ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
         try:
             write_manifest(self._folder, self._manifest | ended)
