@@ -74,12 +74,9 @@ class AttentionArrays:
             where = f"{self._name(number, layer)}: probabilities of KV head {head}"
             raise InputError(f"{where} {MASSES}, got a sum of {total:g}")
         best_UK = np.sort(np.argsort(-mass_UT, axis=-1, kind="stable")[:, : self._top], axis=-1)
-        return ImportedStep(
-            index_UK=best_UK.astype(np.int32),
-            mass_UK=np.take_along_axis(mass_UT, best_UK, -1),
-            retained_U=np.ones(len(mass_UT), np.float32),
-            attended_tokens=float(mass_UT.shape[-1]),
-        )
+        mass_UK, retained_U = np.take_along_axis(mass_UT, best_UK, -1), np.ones(len(mass_UT), np.float32)
+        attended, index_UK = float(mass_UT.shape[-1]), best_UK.astype(np.int32)
+        return ImportedStep(index_UK=index_UK, mass_UK=mass_UK, retained_U=retained_U, attended_tokens=attended)
 
     def _pass(self, number: int, wanted: int) -> tuple[list[Array], int]:
         # each layer's queries from position `wanted` on, and the first one's position: an earlier pass had those before

@@ -86,12 +86,9 @@ class SelectionArrays:
                     mass_UK = np.where(index_UK >= 0, sorted_UK, 0).astype(np.float32)
                     if (unit := wrong_masses(mass_UK)) is not None:
                         raise self._refused(step, unit, f"masses {MASSES}, got a sum of {mass_UK[unit].sum():g}")
-            yield ImportedStep(
-                index_UK=index_UK,
-                mass_UK=mass_UK,
-                retained_U=None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1),
-                attended_tokens=float((index_UK >= 0).sum(-1).mean()),
-            )
+            retained_U = None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1)
+            attended = float((index_UK >= 0).sum(-1).mean())
+            yield ImportedStep(index_UK=index_UK, mass_UK=mass_UK, retained_U=retained_U, attended_tokens=attended)
 
     def _refused(self, step: int, unit: int, words: str) -> InputError:
         # the error that names the row of a layer and head

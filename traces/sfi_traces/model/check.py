@@ -44,17 +44,10 @@ def check(trace: Trace) -> dict[str, Any]:
     recorded, rules, unchecked = ([], [], "their table has problems") if broken else _check_steps(trace)
     problems += rules
     notes += [f"steps not checked against their tokens: {unchecked}"] if unchecked else []
-    return {
-        "trace": str(trace.path),
-        "sound": not problems,
-        "finished": trace.manifest["finished"],
-        "stopped": trace.manifest.get("stopped"),
-        "tables": [table for table, _, _ in checked.values()],
-        "recorded": recorded,
-        "steps_checked": not unchecked,
-        "problems": problems,
-        "notes": notes,
-    }
+    end = {name: trace.manifest.get(name) for name in ("finished", "stopped")}
+    tables = [table for table, _, _ in checked.values()]
+    lines = {"steps_checked": not unchecked, "problems": problems, "notes": notes}
+    return {"trace": str(trace.path), "sound": not problems, **end, "tables": tables, "recorded": recorded, **lines}
 
 
 def _check_table(trace: Trace, name: str) -> tuple[Row, list[str], list[str]]:
