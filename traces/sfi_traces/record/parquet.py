@@ -117,7 +117,6 @@ class ParquetObserver(NullObserver):
                 self._writer = self._begin(event)
             assert not self._writer.closed, "the trace is open"
             self._hand_over()
-            self._timing.on_run(event)
         elif isinstance(event, BeginStepEvent):
             # on several ranks each step, else if `PATIENCE` has passed since the last time
             if self._ranks.size > 1 or time.monotonic() > self._due:

@@ -189,7 +189,7 @@ class TraceRows:
         rows = []
         for span in spans:
             *key, begin_us, elapsed_us, moved = span.row()
-            rows.append((*key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
+            rows.append((self._first, *key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
         self.tables["timings"].add_rows(rows)
 
     def _add(self, table: str, event: Any, **known: Any) -> None:

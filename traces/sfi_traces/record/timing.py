@@ -6,12 +6,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from sfi_core.observers.events import BeginStepEvent, RunEvent
+from sfi_core.observers.events import BeginStepEvent
 from sfi_core.observers.observer import AHEAD, NullObserver
 
-# a row of the table `timings`: request, step, layer, name, stream, begin_us, elapsed_us, bytes
-Row = tuple[int, int, int | None, str, str, float, float, int | None]
-Key = tuple[int, int, int | None, str]
+# of a row of the table `timings`: step, layer, name, stream, begin_us, elapsed_us, bytes
+Row = tuple[int, int | None, str, str, float, float, int | None]
+Key = tuple[int, int | None, str]
 
 
 class TimingObserver(NullObserver):
@@ -28,13 +28,7 @@ class TimingObserver(NullObserver):
         self._clock = time.perf_counter_ns()
         device = torch.device(device)
         self._device = DeviceClock(device) if device.type == "cuda" else None
-        self._request = self._requests = self._step = 0
-
-    def on_run(self, event: RunEvent) -> None:
-        """Number the requests of this run after those of the last."""
-        self.flush()
-        self._request += self._requests
-        self._requests = event.requests
+        self._step = 0
 
     def on_begin_step(self, event: BeginStepEvent) -> None:
         """Hand over the spans of the step before."""
@@ -51,9 +45,7 @@ class TimingObserver(NullObserver):
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Time a region; a pass launched ahead counts as the next step's `forward`."""
-        key = (self._request, self._step, layer, name)
-        if name == AHEAD:
-            key = (self._request, self._step + 1, layer, "forward")
+        key = (self._step + 1, layer, "forward") if name == AHEAD else (self._step, layer, name)
         if self._device is None:
             return HostSpan(self, key, moved_bytes, self._clock)
         return DeviceSpan(self, key, moved_bytes, self._device)
