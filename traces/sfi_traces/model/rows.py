@@ -57,17 +57,13 @@ class Rows:
 
     def last(self, step: int) -> int | None:
         """Return the last step up to `step` with a row of the chosen layers and heads."""
-        latest: int | None = None
+        latest = -1
         for group, first, end in sorted(self._groups, key=lambda group: min(group[2], step), reverse=True):
-            if first > step:
-                continue
-            if latest is not None and min(end, step) <= latest:
-                break
-            keys = self._keys(group)
-            steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
-            if len(steps):
-                latest = max(int(steps.max()), -1 if latest is None else latest)
-        return latest
+            if first <= step and min(end, step) > latest:
+                keys = self._keys(group)
+                steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
+                latest = max(latest, int(steps.max(initial=-1)))
+        return latest if latest >= 0 else None
 
     def at(self, steps: int | Ints) -> pa.Table:
         """Return the rows of one or several steps, of the chosen layers and heads; maybe none."""
