@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.record.folder import PartFiles, file_metadata, now, write_manifest
+from sfi_traces.record.folder import PartFiles, now, write_manifest
 from sfi_traces.schema import SCHEMA_VERSION, TABLES
 
 RUN = 8  # neighboring positions of a selection
@@ -56,7 +56,7 @@ def write(folder: Path, shape: Shape, seed: int = 0) -> Path:
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     document = _manifest(shape)
-    parts = PartFiles(folder, file_metadata(document))
+    parts = PartFiles(folder, document)
     slow, sentence = _slow(shape, rng)
     ids = rng.integers(4, 4 + len(WORDS), shape.prompt + shape.steps).astype(np.int32)
     ends = shape.prompt + np.flatnonzero(slow)[1:] - 1

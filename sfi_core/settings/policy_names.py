@@ -10,7 +10,6 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent.parent / "policies" / "built_in"
 GROUP = "sfi.policies"
-TRIGGERED = ("prior-only", "random-k", "sfi")  # ours whose slow steps the trigger decides
 
 
 @cache

@@ -9,11 +9,11 @@ import pytest
 
 from sfi_cli.commands.trace import export
 from sfi_core.errors import TraceError
-from sfi_core.models.load import load_tokenizer
+from sfi_core.models.load import BUNDLED, load_tokenizer
 from sfi_traces.export import perfetto
 from sfi_traces.schema import TABLES
 from tests.cli.trace_commands import trace
-from tests.traces.imports import PROMPT, STEPS, K, selection_arrays, write_npz
+from tests.traces.imports import STEPS, K, selection_arrays, write_npz
 from tests.traces.small import fixed_folder
 
 recorded = fixed_folder(steps=30, policy="sfi")
@@ -55,7 +55,7 @@ def test_the_timeline_is_one_json_document(recorded, tmp_path):
     path = tmp_path / "timeline.json"
     assert trace("export", recorded, "--format", "perfetto", "-o", path).stderr == f"Wrote {path}\n"
     events = json.loads(path.read_text())["traceEvents"]
-    assert {event["ph"] for event in events} == set("XCM")
+    assert {event["ph"] for event in events} == set("XM")
     assert trace("export", recorded, "--format", "perfetto").stdout == path.read_text()
 
 
@@ -185,8 +185,6 @@ def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
     path = write_npz(
         tmp_path / "a.npz", token_ids=np.array(ids), trigger_token_ids=None, positions=arrays["positions"][: len(ids)]
     )
-    from sfi_core.models.load import BUNDLED  # noqa: PLC0415
-
     assert trace("import", path, "-o", tmp_path / "a", "--tokenizer", BUNDLED).code == 0
     document = json.loads(trace("show", tmp_path / "a", "--json").stdout)
     assert "." in {one["token_text"] for one in document["triggers"]}
@@ -212,8 +210,7 @@ def test_every_reader_takes_it(imported, tmp_path):
 
 
 def test_a_step_read_its_own_selection_and_what_has_no_mass_shows_none(tmp_path):
-    texts = {"prompt_token_texts": np.array([" p"] * PROMPT), "token_texts": np.array([" x"] * STEPS)}
-    trace("import", write_npz(tmp_path / "a.npz", **texts), "-o", tmp_path / "a")
+    trace("import", write_npz(tmp_path / "a.npz"), "-o", tmp_path / "a", "--tokenizer", BUNDLED)
     found = json.loads(trace("show", tmp_path / "a", "--step", "5", "--json").stdout)
     read = found["passages"]
     assert {one["part"] for one in read} == {"selected"}

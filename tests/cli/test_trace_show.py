@@ -151,14 +151,14 @@ def test_show_runs_without_torch(recorded, environment):
     subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
 
 
-def test_a_truncated_part_is_named_and_check_says_what_is_sound(tmp_path, command, environment):
+def test_a_truncated_part_is_a_line_and_check_names_it(tmp_path, command, environment):
     """In a process of its own: nothing but the line on stderr."""
     folder = make_trace(tmp_path / "run", steps=12, policy="sfi")
-    part = spoil(folder / "supports" / "part-00000.parquet")
+    spoil(folder / "supports" / "part-00000.parquet")
     words = [*command, "trace", "show", folder]
     shown = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
     assert (shown.returncode, shown.stdout) == (3, "")
-    line = f"error: trace part {part} cannot be read; `sfi trace check {folder}` lists what is sound\n"
+    line = f"error: trace {folder} has a damaged part; `sfi trace check {folder}` names it\n"
     assert shown.stderr == line
     checked = trace("check", folder)
     assert (checked.code, checked.stderr) == (3, "")

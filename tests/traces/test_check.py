@@ -250,11 +250,11 @@ def test_parts_are_one_table_in_order_and_temporary_ones_are_left_out(short):
     assert trace.connect().execute("SELECT count(*) FROM steps").fetchone() == (17,)
 
 
-def test_a_truncated_part_is_named(short):
-    part = spoil(short / "supports" / "part-00000.parquet")
+def test_a_truncated_part_is_an_error_that_says_what_names_it(short):
+    spoil(short / "supports" / "part-00000.parquet")
     trace = Trace.open(short)
     for read in (trace.connect, lambda: trace.table("supports")):
-        with pytest.raises(TraceError, match=rf"{part} cannot be read; `sfi trace check"):
+        with pytest.raises(TraceError, match=rf"{short} has a damaged part; `sfi trace check {short}` names it"):
             read()
     assert len(trace.table("steps")) == 12
 

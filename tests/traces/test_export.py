@@ -72,17 +72,13 @@ def test_every_event_has_what_the_format_asks_for(trace):
     document = timeline(trace)
     assert set(document) == {"displayTimeUnit", "otherData", "traceEvents"}
     for event in document["traceEvents"]:
-        assert event["ph"] in "XCM"
+        assert event["ph"] in "XM"
         assert isinstance(event["name"], str)
         assert all(isinstance(event[key], int) for key in ("pid", "tid"))
         assert event["ts"] >= 0
         if event["ph"] == "X":
             assert event["dur"] >= 0
             assert event["cat"]
-        if event["ph"] == "C":
-            assert all(isinstance(value, float | int) for value in event["args"].values())
-    times = [event["ts"] for event in document["traceEvents"] if event["ph"] != "M"]
-    assert times == sorted(times)
 
 
 def test_slices_of_a_track_lie_within_each_other_or_apart(tmp_path):
@@ -130,19 +126,9 @@ def test_steps_are_slow_or_fast(trace):
     assert [e["cat"] for e in found] == [e["name"] for e in found]
     assert {(e["name"], e["cname"]) for e in found} == {("slow", "terrible"), ("fast", "good")}
     assert [e["args"]["step"] for e in found] == [s["step"] for s in steps]
+    assert [e["args"]["attended_tokens"] for e in found] == [s["attended_tokens"] for s in steps]
     assert found[9]["args"]["reason"] == "trigger"
     assert "reason" not in found[1]["args"]
-
-
-def test_counters_follow_the_steps(trace):
-    found = defaultdict(list)
-    for event in events(trace, "C"):
-        found[event["name"]] += event["args"].values()
-    steps = rows(trace, "steps")
-    assert found == {
-        "attended tokens, request 0": [step["attended_tokens"] for step in steps],
-        "read ratio, request 0": [step["read_ratio"] for step in steps],
-    }
 
 
 def test_spans_of_a_rank_stay_in_its_process(tmp_path):

@@ -100,9 +100,7 @@ def test_a_lambda_that_always_stands_at_its_clip_is_not_drawn(tmp_path):
         KINDS["lambda"](Request(Trace.open(folder)))
 
 
-@pytest.mark.parametrize("most", [60, 2])
-def test_the_lambda_figure_has_each_refresh_and_the_clip(sfi, monkeypatch, most):
-    monkeypatch.setattr("sfi_traces.figures.MOST_BARS", most)
+def test_the_lambda_figure_has_each_refresh_and_the_clip(sfi):
     axes = KINDS["lambda"](sfi).axes[0]
     drawn = [line.get_ydata() for line in axes.lines]
     assert lambda_over_time(sfi).median.tolist() in [list(data) for data in drawn]

@@ -11,8 +11,6 @@ import torch
 import sfi_core
 from sfi_core import AuditConfig, SfiConfig
 from sfi_core.bundled.example import load_example
-from sfi_core.policies import POLICIES, Triggered
-from sfi_core.settings.policy_names import TRIGGERED
 from sfi_traces import ParquetObserver, Trace, health
 from sfi_traces.health import RULES, Watch, judge, line
 from sfi_traces.model.request import Request
@@ -112,7 +110,6 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "trigger_always": (each("steps", trigger=lambda row: row["step"] % 2 == 0), {}),
     "evidence_broken": (each("selections", evidence_norm2=0.0, lambda_star=None), {}),
     "evidence_flat": (each("selections", evidence_entropy=math.log(CONTEXT - 20 + 100)), {}),
-    "prior_outweighs": (each("selections", lambda_star=0.7), {}),
     "selection_trailing": (each("selections", positions=end), {}),
     "selection_same": (each("selections", positions=lambda row: [*range(40, 59), 60 + row["step"]]), {}),
     "selection_frozen": (each("selections", added=0, removed=0), {}),
@@ -246,10 +243,6 @@ def test_triggers_of_another_package_s_policy_are_judged_where_its_steps_ask_the
         assert not_judged(found)["trigger_never"] == "theirs has no trigger"
     else:
         assert "trigger_never" in tripped(found)
-
-
-def test_the_triggered_policies_are_those_of_the_core():
-    assert {name for name, policy in POLICIES.items() if issubclass(policy, Triggered)} == set(TRIGGERED)
 
 
 def run(folder, **config) -> set[str]:

@@ -109,15 +109,8 @@ def test_masses_stay_with_their_positions(tmp_path):
     assert masses.pop(positions[-1, -1, 2]) == pytest.approx(0.3)
     assert [*masses.values()] == pytest.approx([0.1] * (K - 1))
     assert row["retained_mass"] == pytest.approx(0.1 * (K - 1) + 0.3)
-    with pytest.raises(ConfigError, match="top and kv-heads must come with attention, got selections"):
+    with pytest.raises(ConfigError, match="top must come with attention, got selections"):
         import_trace(path, tmp_path / "b", top=1)
-
-
-def test_tensors_are_the_same_trace(tmp_path):
-    arrays = selection_arrays()
-    tensors = {name: torch.as_tensor(np.asarray(value)) for name, value in arrays.items()}
-    torch.save(tensors, tmp_path / "a.pt")
-    assert_supports_are(imported(tmp_path / "a.pt"), sets_of(arrays))
 
 
 def changed(at: tuple[int, ...], value: int) -> np.ndarray:
@@ -132,12 +125,12 @@ TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"positions": changed((3, 1, 0), 23)}, r"positions\[3, 1\].*below 23, the step's positions, got 23"),
+        ({"positions": changed((3, 1, 0), 23)}, r"positions\[3, 1\].*in 0 to 22, or -1 for padding, got 23"),
         ({"positions": changed((3, 1, 0), -2)}, r"positions\[3, 1\].*or -1 for padding, got -2"),
         ({"positions": TWICE}, r"positions\[3, 1\].*must be different ones, got \d+ twice"),
         ({"positions": changed((3, 1, 0), 1)[:, 0]}, "3 or 4 dimensions, got shape"),
         ({"positions": np.zeros((STEPS, LAYERS, K))}, "must be whole numbers, got float64"),
-        ({"positions": None}, "must have positions, blocks or attention.PASS.LAYER, got neither"),
+        ({"positions": None}, "must have positions or blocks, got neither"),
         ({"block_size": 4}, "block_size .* must come with blocks"),
         ({"token_ids": np.arange(5)}, "token_ids .* must be 12, one for each step, got 5"),
         ({"token_ids": None}, "must have token_ids, got none"),
@@ -149,10 +142,9 @@ TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
         ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
         ({"layers": np.array([0, 1])}, "layers .* must be 3"),
         ({"layers": np.array([2, 1, 0])}, "must ascend"),
-        ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*must add up to 1 at most, got 2.4"),
+        ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*add up to 1 at most, got a sum of 2.4"),
         ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
         ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
-        ({"token_texts": np.array(["a"])}, "token_texts .* must be 12"),
         ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),
     ],
 )

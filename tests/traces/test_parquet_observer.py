@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.train_bundled import build_tokenizer
 from sfi_core.errors import ConfigError
-from sfi_core.observers.events import PromptEvent, SelectionEvent
+from sfi_core.observers.events import BeginStepEvent, PromptEvent, SelectionEvent
 from sfi_traces import ParquetObserver, Trace
 from sfi_traces.record import writer
 from sfi_traces.record.rows import TokenText
@@ -62,6 +62,16 @@ def test_every_table_says_what_the_observer_was_told(tmp_path):
         assert len(rows) > 5
         assert trace.table(name).equals(expected), name
         assert trace.manifest["tables"][name] == len(rows)
+
+
+def test_the_spans_of_a_run_are_of_its_first_request(tmp_path):
+    with ParquetObserver(tmp_path / "trace") as observer:
+        for batch in (3, 2, 1):
+            observer.on(run_event(batch))
+            observer.on(BeginStepEvent(step=0, slow=(), fast=(0,)))
+            with observer.span("prefill"):
+                pass
+    assert Trace.open(tmp_path / "trace").table("timings")["request"].to_pylist() == [0, 3, 5]
 
 
 def test_the_manifest_has_the_keys_that_readers_know(tmp_path):

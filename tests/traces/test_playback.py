@@ -120,7 +120,7 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
     assert found.last(14) == 14
     assert found.at(14)["positions"].to_pylist() == [row["positions"] for row in table if row["step"] == 14]
     assert found.last(-1) is None
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="has a damaged part"):
         found.at(25)
 
 

@@ -12,6 +12,7 @@ from runpy import run_path
 import numpy as np
 import pytest
 
+from sfi_core.models.load import load_tokenizer
 from sfi_traces.importing import import_trace
 from sfi_traces.model.request import Request
 from sfi_traces.model.trace import Trace
@@ -20,7 +21,6 @@ from sfi_traces.summary.similarity import compare_heads, drift
 from sfi_traces.summary.supports import query_cosine
 from sfi_traces.views.figure_data import HeadMap, lag_lines
 from tests.traces.imports import LAYERS, STEPS, selection_arrays, write_npz
-from tests.traces.imports import PROMPT as IMPORTED
 from tests.traces.made import WORDS, make_trace
 from tests.traces.small import rewrite
 
@@ -150,9 +150,7 @@ def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi
 
 
 def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
-    texts = np.array([f" t{position}" for position in range(IMPORTED)])
-    path = write_npz(tmp_path / "a.npz", prompt_token_texts=texts, token_texts=np.array([" x"] * STEPS))
-    import_trace(path, tmp_path / "a")
+    import_trace(write_npz(tmp_path / "a.npz"), tmp_path / "a", tokenizer=load_tokenizer())
     found = words(render(Request(Trace.open(tmp_path / "a"))))
     assert found["slow"] == []
     assert found["counts"]["begins"] == list(range(STEPS))

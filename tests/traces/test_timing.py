@@ -8,7 +8,6 @@ import torch
 
 from sfi_core.observers.events import BeginStepEvent
 from sfi_traces.record.timing import TimingObserver
-from tests.traces.told import run_event
 
 
 class Rows:
@@ -37,32 +36,21 @@ def test_a_span_s_row_says_where_it_was_and_how_long_it_took():
             pass
     wall = 1e6 * (time.perf_counter() - before)
     inner, pack, outer = rows()
-    assert [row[:5] for row in (inner, pack, outer)] == [
-        (0, 4, 2, "attention.fast", "main"),
-        (0, 4, 2, "pack", "main"),
-        (0, 4, None, "forward", "main"),
+    assert [row[:4] for row in (inner, pack, outer)] == [
+        (4, 2, "attention.fast", "main"),
+        (4, 2, "pack", "main"),
+        (4, None, "forward", "main"),
     ]
-    assert [row[7] for row in (inner, pack, outer)] == [640, None, None]
-    assert 0 <= outer[5] <= inner[5]
-    assert inner[5] + inner[6] <= pack[5]
-    assert pack[5] + pack[6] <= outer[5] + outer[6] <= wall
-    assert 10_000 <= inner[6] <= outer[6]
-
-
-def test_the_requests_of_a_second_run_are_numbered_on():
-    rows = Rows("cpu")
-    observer = rows.observer
-    for batch in (3, 2, 1):
-        observer.on_run(run_event(batch))
-        begin(observer, 0)
-        with observer.span("prefill"):
-            pass
-    assert [row[0] for row in rows()] == [0, 3, 5]
+    assert [row[6] for row in (inner, pack, outer)] == [640, None, None]
+    assert 0 <= outer[4] <= inner[4]
+    assert inner[4] + inner[5] <= pack[4]
+    assert pack[4] + pack[5] <= outer[4] + outer[5] <= wall
+    assert 10_000 <= inner[5] <= outer[5]
 
 
 def test_a_sink_gets_each_step_s_spans_when_the_next_begins():
     steps = []
-    observer = TimingObserver("cpu", lambda spans: steps.append([s.row()[1:4] for s in spans]))
+    observer = TimingObserver("cpu", lambda spans: steps.append([s.row()[:3] for s in spans]))
     begin(observer, 1)
     with observer.span("forward"):
         pass
@@ -117,7 +105,4 @@ def test_a_device_s_spans_are_read_from_its_events_without_waiting_while_it_runs
         with observer.span("pack", 1, 64):
             FakeEvent.now += 0.5
     assert FakeEvent.waited == 0
-    assert rows() == [
-        (0, 0, 1, "pack", "main", 5000.0, 500.0, 64),
-        (0, 0, None, "forward", "main", 2000.0, 3500.0, None),
-    ]
+    assert rows() == [(0, 1, "pack", "main", 5000.0, 500.0, 64), (0, None, "forward", "main", 2000.0, 3500.0, None)]

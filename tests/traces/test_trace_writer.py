@@ -113,7 +113,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
     trace = Trace.open(folder)
     assert written(folder) == [0, 1]
     assert warnings == [f"trace {folder} ends here, the run goes on: No space left on device"]
-    assert trace.manifest["stopped"] == "disk full: No space left on device"
+    assert trace.manifest["stopped"] == "write failed: No space left on device"
     assert trace.manifest["finished"] is not None
     assert trace.manifest["tables"]["steps"] == 2
     assert leftovers(folder) == []

@@ -25,7 +25,6 @@ MUTED = "#5b6570"
 CHARACTERS_PER_INCH = 16  # of a note
 MARGIN, TITLE, LINE = 0.12, 0.27, 0.165  # inches
 MOST_LABELS, MOST_LINES = 64, 24  # of the heat map
-MOST_BARS = 60  # of lambda*; beyond, error bars would hide each other
 MOST_NUMBERS = 400  # cells of retained mass with their number written in
 
 
@@ -145,12 +144,8 @@ def lambda_star(request: Request) -> Any:
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
     label = "median, 10 to 90 % of layers and KV heads"
-    if len(data.step) <= MOST_BARS:
-        spread = [data.median - data.low, data.high - data.median]
-        axes.errorbar(data.step, data.median, yerr=spread, fmt="o", color=WITHIN, markersize=4, label=label)
-    else:
-        axes.fill_between(data.step, data.low, data.high, color=WITHIN, alpha=0.2, linewidth=0)
-        axes.plot(data.step, data.median, color=WITHIN, linewidth=1.2, label=label)
+    axes.fill_between(data.step, data.low, data.high, color=WITHIN, alpha=0.2, linewidth=0)
+    axes.plot(data.step, data.median, color=WITHIN, linewidth=1.2, marker="o", markersize=2.5, label=label)
     axes.axhline(data.clip, color=CLIP, linestyle="--", linewidth=1.2, label=f"clip at {data.clip:g}")
     axes.set_ylim(0, 1.12 * max(data.clip, data.high.max()))
     axes.set(xlabel="decoding step", ylabel="lambda*")

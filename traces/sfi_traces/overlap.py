@@ -59,9 +59,9 @@ def intersections(index_NK: Ints) -> Floats:
     counts = np.zeros((count, count), np.float32)
     for first, second in combinations_with_replacement(range(len(blocks)), 2):
         shared = np.flatnonzero((blocks[first][0] >= 0) & (blocks[second][0] >= 0))
-        left, right = (member[row[shared]].astype(np.float32) for row, member in (blocks[first], blocks[second]))
+        above, below = (member[row[shared]].astype(np.float32) for row, member in (blocks[first], blocks[second]))
         rows, columns = (slice(at * BLOCK, (at + 1) * BLOCK) for at in (first, second))
-        counts[rows, columns] = left.T @ right
+        counts[rows, columns] = above.T @ below
         counts[columns, rows] = counts[rows, columns].T
     return counts
 

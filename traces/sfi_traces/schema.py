@@ -8,7 +8,7 @@ import pyarrow as pa
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-PART = "part-{number:05d}.parquet"
+PART = "part-{:05d}.parquet"
 # more than these no trace has; a number beyond them is damage, and would fill the memory
 MOST_TOKENS, MOST_LAYERS, MOST_HEADS = 1 << 24, 1 << 15, 1 << 15
 AHEAD = "speculative"  # the reason of a selection that serves the next step

@@ -84,5 +84,4 @@ TABLES: Columns = {
     "parts": (count, "parts"),
     "rows": (count, "rows"),
     "rows told": (count, "expected_rows"),
-    "damaged or missing": lambda row: count(len(row["damaged"]) + len(row["absent"])),
 }

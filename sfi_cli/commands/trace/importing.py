@@ -11,14 +11,12 @@ from sfi_cli.terminal.output import Output, dated_folder
 from sfi_traces.views.table import plural
 
 _of = partial(o.option, "Options")
-HEADS = "the file's, or one for each query head"
 
 
 def import_(
     file: Annotated[Path, typer.Argument(help=".npz or .pt.", metavar="FILE")],
     output: Annotated[o.File, o.output("Folder of the trace.", shown="sfi-trace-DATE-TIME")] = None,
     top: Annotated[o.Number, _of("Only the most probable positions of each row.", shown="1024", min=1)] = None,
-    kv_heads: Annotated[o.Number, _of("KV heads that query heads are averaged for.", shown=HEADS, min=1)] = None,
     tokenizer: Annotated[o.Text, _of("Hub id or folder: the tokens' text, and which end a sentence.")] = None,
     force: o.Force = False,
     json: o.Json = False,
@@ -34,7 +32,7 @@ def import_(
 
       sfi trace import indexer.npz -o run --tokenizer deepseek-ai/DeepSeek-V3.2-Exp
 
-      sfi trace import attention.pt -o run --kv-heads 8 --top 256
+      sfi trace import attention.pt -o run --top 256
     """
     from sfi_cli.terminal.progress import Progress
     from sfi_core.models.load import load_tokenizer
@@ -46,7 +44,6 @@ def import_(
             file,
             folder,
             top=top,
-            kv_heads=kv_heads,
             tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
             force=force,
             progress=lambda done, total: progress.update("importing", done, total),

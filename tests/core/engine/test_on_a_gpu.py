@@ -84,7 +84,7 @@ def test_maintenance_runs_on_the_side():
     observer = TimingObserver("cuda", spans.extend)
     complete(EngineOptions(graphs=False), observers=[observer])
     observer.flush()
-    streams = {(row[3], row[4]) for row in (span.row() for span in spans) if row[1] > 0}
+    streams = {(row[2], row[3]) for row in (span.row() for span in spans) if row[0] > 0}
     assert {name for name, stream in streams if stream == "side"} == {"selector", "top_k", "pack"}
     assert all(stream in ("main", "side") for _, stream in streams)
 

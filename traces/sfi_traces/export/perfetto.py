@@ -4,7 +4,6 @@ Each request has a track of its steps, with a lossless run's verifications as ma
 rank is a process; the first has the requests.
 """
 
-import heapq
 import json
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -41,9 +40,12 @@ SPANS = """
         begin_us + elapsed_us AS end_us, bytes
     FROM timings ORDER BY begin_us, elapsed_us DESC
 """
+STREAMS = "SELECT coalesce(rank, 0) AS rank, stream FROM timings GROUP BY ALL ORDER BY rank, min(begin_us)"
+OF_STEP = ("step", "token_text", "reason", "sentence", "attended_tokens", "context_tokens", "elapsed_us", "audited")
+OF_VERIFICATION = ("step", "base", "drafted", "accepted", "reason", "evidence_position")
 Event = dict[str, Any]
-Track = tuple[str, int | str, int]  # "request" and number or "stream" and name; rank
 Place = tuple[int, int]  # process and thread, in the format's terms
+Tracks = dict[tuple[int, str], Place]  # by rank and name
 
 
 def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterator[str]:
@@ -55,20 +57,22 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     if not steps:
         raise TraceError(f"trace {trace.path} has no timings, which a timeline is made of")
     spans = request.single("SELECT count(*) AS n FROM timings")["n"]
-    tracks = _tracks(request, steps)
-    events = heapq.merge(
-        _step_events(steps, tracks),
-        _verification_events(verifications, tracks),
-        _span_events(request, tracks),
-        key=lambda event: event["ts"],
+    names = [(0, _track(number)) for number in sorted({step["request"] for step in steps})]
+    names += [(row["rank"], row["stream"]) for row in request.query(STREAMS)]
+    tracks = {track: (FIRST_PID + track[0], thread) for thread, track in enumerate(names, 1)}
+    named = list(_names(trace, tracks))
+    events = chain(
+        named,
+        (_step_event(step, tracks) for step in steps),
+        (_verification_event(row, tracks) for row in verifications),
+        (_span_event(span, tracks) for span in trace.scan(request.connection, SPANS)),
     )
-    named = _names(trace, tracks)
-    total = len(named) + 3 * len(steps) + len(verifications) + spans
+    total = len(named) + len(steps) + len(verifications) + spans
     about = {key: trace.manifest.get(key) for key in ABOUT}
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     yield head[:-1] + ', "traceEvents": [\n'
-    done, written = 0, chain(named, events)
-    while piece := list(islice(written, PIECE)):
+    done = 0
+    while piece := list(islice(events, PIECE)):
         lines = ",\n".join(json.dumps(event) for event in piece)
         yield f",\n{lines}" if done else lines
         done += len(piece)
@@ -76,55 +80,35 @@ def perfetto_text(trace: Trace, progress: Callable[[int, int], None]) -> Iterato
     yield "\n]}\n"
 
 
-def _tracks(request: Request, steps: list[Event]) -> dict[Track, Place]:
-    tracks: list[Track] = [("request", number, 0) for number in sorted({step["request"] for step in steps})]
-    streams = request.query("""
-        SELECT coalesce(rank, 0) AS rank, stream FROM timings GROUP BY ALL ORDER BY rank, min(begin_us)
-    """)
-    tracks += [("stream", row["stream"], row["rank"]) for row in streams]
-    return {track: (FIRST_PID + track[2], tid) for tid, track in enumerate(tracks, 1)}
+def _track(request: int) -> str:
+    return f"steps of request {request}"
 
 
-def _names(trace: Trace, tracks: dict[Track, Place]) -> list[Event]:
+def _names(trace: Trace, tracks: Tracks) -> Iterator[Event]:
     run = f"sfi {trace.manifest['policy']} on {trace.manifest['model']['name']}"
-    named = []
-    for rank in sorted({rank for *_, rank in tracks}):
+    for rank in sorted({rank for rank, _ in tracks}):
         process = {"name": run if trace.ranks == 1 else f"{run}, rank {rank} of {trace.ranks}"}
-        named.append(_event("M", "process_name", (FIRST_PID + rank, 0), 0, args=process))
-    for (kind, which, _), place in tracks.items():
-        name = f"steps of request {which}" if kind == "request" else which
-        named.append(_event("M", "thread_name", place, 0, args={"name": name}))
-        named.append(_event("M", "thread_sort_index", place, 0, args={"sort_index": place[1]}))
-    return named
+        yield _event("M", "process_name", (FIRST_PID + rank, 0), 0, args=process)
+    for (_, name), place in tracks.items():
+        yield _event("M", "thread_name", place, 0, args={"name": name})
+        yield _event("M", "thread_sort_index", place, 0, args={"sort_index": place[1]})
 
 
-def _step_events(steps: list[Event], tracks: dict[Track, Place]) -> Iterator[Event]:
-    shown = ("step", "token_text", "reason", "sentence", "context_tokens", "elapsed_us", "audited")
-    for step in steps:
-        kind = "slow" if step["slow"] else "fast"
-        args = {name: step[name] for name in shown if step[name] not in (None, "")}
-        place = tracks["request", step["request"], 0]
-        yield _slice(step, kind, kind, place, args) | {"cname": COLORS[step["slow"]]}
-        for column in ("attended_tokens", "read_ratio"):
-            counter = column.replace("_", " ")
-            name = f"{counter}, request {step['request']}"
-            yield _event("C", name, (FIRST_PID, 0), step["begin_us"], args={counter: step[column]})
+def _step_event(step: Event, tracks: Tracks) -> Event:
+    kind = "slow" if step["slow"] else "fast"
+    args = {name: step[name] for name in OF_STEP if step[name] not in (None, "")}
+    return _slice(step, kind, kind, tracks[0, _track(step["request"])], args) | {"cname": COLORS[step["slow"]]}
 
 
-def _verification_events(rows: list[Event], tracks: dict[Track, Place]) -> Iterator[Event]:
-    shown = ("step", "base", "drafted", "accepted", "reason", "evidence_position")
-    for row in rows:
-        args = {name: row[name] for name in shown if row[name] is not None}
-        place = tracks["request", row["request"], 0]
-        name = f"kept {row['accepted']} of {row['drafted']}"
-        yield _event("i", name, place, row["begin_us"], s="t", cat="verification", args=args)
+def _verification_event(row: Event, tracks: Tracks) -> Event:
+    args = {name: row[name] for name in OF_VERIFICATION if row[name] is not None}
+    name, place = f"kept {row['accepted']} of {row['drafted']}", tracks[0, _track(row["request"])]
+    return _event("i", name, place, row["begin_us"], s="t", cat="verification", args=args)
 
 
-def _span_events(request: Request, tracks: dict[Track, Place]) -> Iterator[Event]:
-    for span in request.trace.scan(request.connection, SPANS):
-        args = {name: span[name] for name in ("step", "layer", "bytes") if span[name] is not None}
-        place = tracks["stream", span["stream"], span["rank"]]
-        yield _slice(span, span["name"], span["name"].partition(".")[0], place, args)
+def _span_event(span: Event, tracks: Tracks) -> Event:
+    args = {name: span[name] for name in ("step", "layer", "bytes") if span[name] is not None}
+    return _slice(span, span["name"], span["name"].partition(".")[0], tracks[span["rank"], span["stream"]], args)
 
 
 def _slice(row: Event, name: str, category: str, place: Place, args: Event) -> Event:
@@ -134,5 +118,5 @@ def _slice(row: Event, name: str, category: str, place: Place, args: Event) -> E
 
 
 def _event(phase: str, name: str, place: Place, at_us: float, **more: Any) -> Event:
-    pid, tid = place
-    return {"ph": phase, "name": name, "pid": pid, "tid": tid, "ts": round(at_us, 3), **more}
+    process, thread = place
+    return {"ph": phase, "name": name, "pid": process, "tid": thread, "ts": round(at_us, 3), **more}

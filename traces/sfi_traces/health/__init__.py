@@ -62,17 +62,10 @@ def _findings(rule: Rule, values: list[Measured]) -> list[dict[str, Any]]:
         if not beyond or len(beyond) < rule.share * len(of_request):
             continue
         worst = max(beyond, key=lambda value: value.value)
-        findings.append(
-            {
-                "rule": rule.name,
-                **{name: getattr(worst, name) for name in ("request", "layer", "head", "value")},
-                "threshold": rule.threshold,
-                "beyond": len(beyond),
-                "places": len(of_request),
-                "message": _message(rule, worst, len(beyond), len(of_request)),
-                "advice": rule.advice,
-            }
-        )
+        place = {name: getattr(worst, name) for name in ("request", "layer", "head", "value")}
+        counts = {"threshold": rule.threshold, "beyond": len(beyond), "places": len(of_request)}
+        words = {"message": _message(rule, worst, len(beyond), len(of_request)), "advice": rule.advice}
+        findings.append({"rule": rule.name, **place, **counts, **words})
     return findings
 
 

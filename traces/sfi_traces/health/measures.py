@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from sfi_core.settings.policy_names import TRIGGERED, built_in
 from sfi_traces.model.request import Request
-from sfi_traces.schema import KEY
+from sfi_traces.model.trace import of_steps
+from sfi_traces.schema import KEY, TABLES
 
 BEGINNING = 32  # fast steps
 MOST_POSITIONS = 1 << 22  # read at once
@@ -68,7 +68,7 @@ def _measured(request: Request, query: str) -> list[Measured]:
 
 def _sample_selections(request: Request) -> None:
     # makes the view `sampled_selections` of every n-th refresh of a request; `sampled_refreshes` has also selections
-    # without positions
+    # without positions. Not through DuckDB, which decodes the lists of every row in each scan
     if "sampled" in request.shared:
         return
     size = request.single("SELECT coalesce(sum(selected), 0) AS positions FROM chosen_selections")
@@ -77,12 +77,16 @@ def _sample_selections(request: Request) -> None:
         SELECT request, step FROM (SELECT DISTINCT request, step FROM chosen_selections)
         QUALIFY row_number() OVER (PARTITION BY request ORDER BY step) % {every:d} = {1 % every:d}
     """)  # noqa: S608 - a number
-    keys = {name: [row[name] for row in picked] for name in ("request", "step")}
-    request.pick("sampled_refreshes", "selections", pa.table(keys, pa.schema(KEY)))
-    request.connection.execute("""
-        CREATE OR REPLACE TEMP VIEW sampled_selections AS
-        SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
-    """)
+    keys = pa.Table.from_pylist(picked, pa.schema(KEY))
+    rows = request.trace.rows("selections", TABLES["selections"].names, of_steps(keys["step"].to_numpy()))
+    request.connection.register("sampled_rows", rows)
+    request.connection.register("sampled_keys", keys)
+    layer = "true" if request.layer is None else f"layer = {request.layer:d}"
+    request.connection.execute(f"""
+        CREATE TEMP VIEW sampled_refreshes AS
+        SELECT * FROM sampled_rows SEMI JOIN sampled_keys USING (request, step) WHERE {layer};
+        CREATE TEMP VIEW sampled_selections AS SELECT * FROM sampled_refreshes WHERE positions IS NOT NULL
+    """)  # noqa: S608 - a number
     request.shared["sampled"] = True
 
 
@@ -118,15 +122,11 @@ def fast_disagrees(request: Request) -> list[Measured]:
 def trigger_share(which: str, request: Request) -> list[Measured]:
     """Share of generated tokens that are triggers, or no triggers, by request."""
     manifest = request.trace.manifest
-    if manifest["policy"] in built_in():
-        asks = manifest["policy"] in TRIGGERED
-    else:  # of another package, which need not be installed here: its steps say it
-        reasons = request.trace.table("steps", ["reason"])["reason"]
-        asks = not {"trigger", "t_max"}.isdisjoint(reasons.unique().to_pylist())
-    if not asks:
+    if (trigger := manifest["config"].get("trigger_policy", "boundary")) != "boundary":
+        raise Unjudged(f"the trigger is {trigger}, not the sentence's end")
+    # also of another package's policy, which need not be installed here
+    if {"trigger", "t_max"}.isdisjoint(request.trace.table("steps", ["reason"])["reason"].unique().to_pylist()):
         raise Unjudged(f"{manifest['policy']} has no trigger")
-    if manifest["config"].get("trigger_policy", "boundary") != "boundary":
-        raise Unjudged(f"the trigger is {manifest['config']['trigger_policy']}, not the sentence's end")
     return _measured(request, _share(which, "chosen_steps"))
 
 

@@ -51,16 +51,14 @@ RULES = (
     ),
     Rule(
         name="trigger_never", measure=partial(measures.trigger_share, "NOT trigger"),
-        threshold=1.0, least=200, needs="the table steps is empty",
-        samples="tokens",
+        threshold=1.0, least=200, needs="the table steps is empty", samples="tokens",
         reason="200 tokens of prose or code hold several sentence ends or line breaks; the example has one in 10",
         means="{value} of the generated tokens are outside T_trig: no sentence ever ended, t_max alone refreshes",
         advice="`sfi doctor --model ...` lists the tokens that end a sentence; set triggers or trigger_token_ids",
     ),
     Rule(
         name="trigger_always", measure=partial(measures.trigger_share, "trigger"),
-        threshold=0.5, least=32, needs="the table steps is empty",
-        samples="tokens",
+        threshold=0.5, least=32, needs="the table steps is empty", samples="tokens",
         reason="at one slow step in two, refreshes cost more than the fast steps save; the example has 10 %",
         means="{value} of the generated tokens are in T_trig",
         advice="choose fewer triggers (`sfi tune` compares sets), or raise min_gap",
@@ -81,26 +79,15 @@ RULES = (
     Rule(
         name="evidence_flat",
         measure=partial(measures.of_selector, "avg(exp(evidence_entropy) / {allowed})", "{allowed} > 2 * selected"),
-        threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR,
-        samples="refreshes",
+        threshold=0.98, least=2, share=0.5, needs=RECORD_SELECTOR, samples="refreshes",
         reason="exp(evidence_entropy) is how many positions the evidence is spread over; measured at most "
         ".70 of those allowed, in a last layer that attends to everything; equal scores give 1",
         means="the evidence is spread evenly over {value} of the allowed positions: all scores are equal",
         advice="the Selector is given nothing to choose by: check the queries and logits that it gets, alpha",
     ),
     Rule(
-        name="prior_outweighs", measure=partial(measures.of_selector, "avg(lambda_star)", "isfinite(lambda_star)"),
-        threshold=0.5, least=2, share=0.5, needs=RECORD_SELECTOR,
-        samples="refreshes", percent=False,
-        reason="lambda* is the prior's weight and 1 - lambda* the evidence's; from .5 on position and key "
-        "norm count for more than attention; presets clip at .02 to .35",
-        means="lambda* is {value} on average: the prior weighs more than the evidence",
-        advice="lower selector.lambda_clip",
-    ),
-    Rule(
         name="selection_trailing", measure=measures.selection_trailing,
-        threshold=0.95, share=0.5, needs=RECORD_POSITIONS,
-        unnests=True,
+        threshold=0.95, share=0.5, needs=RECORD_POSITIONS, unnests=True,
         reason="a selection that is the last positions before the recent window is a longer window; measured .00 to "
         ".03 (default) and .19 to .26 (paper). Half of the heads, for a single head may well be local",
         means="{value} of the selected positions are the last ones before the recent window: a window was selected",
@@ -125,8 +112,7 @@ RULES = (
     ),
     Rule(
         name="sink_unread", measure=measures.sink_unread,
-        threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT,
-        unnests=True,
+        threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT, unnests=True,
         reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
         "fails where they are evicted (StreamingLLM); .05 is far above what four of 1,000 tokens get by "
         "chance (.004). The bundled checkpoint has no sinks: measured below .001",
@@ -146,8 +132,7 @@ RULES = (
     ),
     Rule(
         name="look_back", measure=measures.look_back,
-        threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT,
-        unnests=True,
+        threshold=0.05, least=8, share=0.25, needs=RECORD_AUDIT, unnests=True,
         reason="the mass of everything that lies further back than any selected token; what a selection of "
         "the whole context loses there is nothing, and 5 % in a quarter of the heads is more than the "
         "recent window can stand for",

@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,21 +17,11 @@ from sfi_core.observers.events import RunEvent
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
 from sfi_core.triggers.trigger import build_trigger_set
-from sfi_traces.importing.arrays import VERSION, Tokens, open_arrays
-from sfi_traces.importing.attention import NAME, AttentionArrays
+from sfi_traces.importing.arrays import VERSION, open_arrays
+from sfi_traces.importing.attention import AttentionArrays
 from sfi_traces.importing.selections import SelectionArrays
 from sfi_traces.overlap import Array, Ints, SelectedSets
-from sfi_traces.record.folder import (
-    Lists,
-    PartFiles,
-    TableBuffer,
-    claim,
-    clear,
-    describe_run,
-    file_metadata,
-    now,
-    write_manifest,
-)
+from sfi_traces.record.folder import Lists, PartFiles, TableBuffer, claim, clear, describe_run, now, write_manifest
 from sfi_traces.record.rows import TokenText
 from sfi_traces.schema import TABLES
 
@@ -47,7 +38,6 @@ def import_trace(
     folder: Path,
     *,
     top: int | None = None,
-    kv_heads: int | None = None,
     tokenizer: Any = None,
     force: bool = False,
     progress: Progress = lambda _done, _total: None,
@@ -58,9 +48,7 @@ def import_trace(
         path: The file; docs/import.md describes its contents.
         folder: Where the trace goes.
         top: Keep so many positions of each row of attention, the most probable; None keeps 1,024.
-        kv_heads: KV heads, for each of which an attention tensor's query heads are averaged; None takes the file's
-            number, or else each query head by itself.
-        tokenizer: Gives the tokens' text and T_trig where the file has none.
+        tokenizer: Gives the tokens' text, and T_trig where the file has none.
         force: Whether to overwrite a trace.
         progress: Gets the number of steps read, and of all steps.
 
@@ -71,12 +59,12 @@ def import_trace(
     """
     with open_arrays(path) as arrays:
         source: Source
-        if any(map(NAME.fullmatch, arrays.names)):
-            source = AttentionArrays(arrays, top, kv_heads)
-        elif top is None and kv_heads is None:
+        if arrays.passes:
+            source = AttentionArrays(arrays, top)
+        elif top is None:
             source = SelectionArrays(arrays)
         else:
-            raise ConfigError("top and kv-heads must come with attention, got selections")
+            raise ConfigError("top must come with attention, got selections")
         trigger_ids = source.tokens.triggers
         if trigger_ids is None:
             known = tokenizer is not None
@@ -113,9 +101,7 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
 def _describe(path: Path, source: Source, triggers: tuple[int, ...], tokenizer: Any) -> dict[str, Any]:
     # nothing is known of the other program's memory: these settings leave it empty
     config = SfiConfig().replace(sink=0, recent=1, recent_mode="sliding")
-    heads: dict[int, int] = {}
-    for layer, _ in source.place_U:
-        heads[layer] = heads.get(layer, 0) + 1
+    heads = Counter(layer for layer, _ in source.place_U)
     unknown = dict.fromkeys(("key_width", "value_width", "itemsize", "window"))
     model = {  # as `describe_model`; widths and bytes are unknown
         "name": source.tokens.model or UNNAMED,
@@ -125,17 +111,8 @@ def _describe(path: Path, source: Source, triggers: tuple[int, ...], tokenizer: 
         **dict.fromkeys(("model_type", "dtype", "weight_bytes", "embedding_bytes", "max_positions")),
         "vocabulary": None if tokenizer is None else len(tokenizer),
     }
-    event = RunEvent(
-        batch=1,
-        requests=1,
-        policy=POLICY,
-        backend="",
-        device="",
-        config=config.to_dict(),
-        trigger_token_ids=triggers,
-        model=model,
-        audit=AuditConfig().to_dict(),
-    )
+    given: dict[str, Any] = {"trigger_token_ids": triggers, "model": model, "audit": AuditConfig().to_dict()}
+    event = RunEvent(batch=1, requests=1, policy=POLICY, backend="", device="", config=config.to_dict(), **given)
     facts = {name: getattr(source, name) for name in ("kind", "masses", "block_size")}
     imported = {"file": path.name, "version": VERSION, **facts}
     ids = source.tokens.prompt_ids
@@ -146,7 +123,7 @@ def _describe(path: Path, source: Source, triggers: tuple[int, ...], tokenizer: 
 
 
 def _write(source: Source, folder: Path, manifest: dict[str, Any], tokenizer: Any, progress: Progress) -> None:
-    parts, total = PartFiles(folder, file_metadata(manifest)), len(source.tokens.token_ids)
+    parts, total = PartFiles(folder, manifest), len(source.tokens.token_ids)
     tables = {name: TableBuffer(schema) for name, schema in TABLES.items()}
     layer_U, head_U = np.array(source.place_U).T
     units, sets, top = np.arange(len(layer_U)), SelectedSets(len(layer_U)), 1
@@ -174,47 +151,29 @@ def _write(source: Source, folder: Path, manifest: dict[str, Any], tokenizer: An
             parts.flush(tables)
         progress(number + 1, total)
     text = None if tokenizer is None else TokenText(tokenizer)
-    add("prompts", *_prompt(source.tokens, text))
-    add("steps", total, _steps(source.tokens, manifest["trigger_token_ids"], np.array(attended), text))
+    ids = source.tokens.prompt_ids
+    if ids is not None:
+        prompt = {"position": np.arange(len(ids)), "token_id": ids, "token_text": _texts(text, ids)}
+        add("prompts", len(ids), prompt)
+    token_N, attended_N = source.tokens.token_ids, np.array(attended)
+    step_N, context_N = np.arange(total), source.tokens.prompt_tokens + np.arange(total)
+    trigger_N = np.isin(token_N, manifest["trigger_token_ids"])
+    texts = _texts(text, token_N)
+    of_token = {
+        "token_id": token_N,
+        "token_text": texts,
+        "trigger": trigger_N,
+        "sentence": trigger_N.cumsum() - trigger_N,
+    }
+    place = {"step": step_N, "batch_step": step_N, "position": context_N - 1, "context_tokens": context_N}
+    reads = {"attended_tokens": attended_N, "read_ratio": attended_N / context_N}
+    alike = {"slow": True, "reason": REASON, "steps_since_slow": 0, "audited": True, "drafted": False}
+    add("steps", total, of_token | place | reads | alike)
     parts.flush(tables)
     manifest["audit"]["top"] = manifest["config"]["budget"] = top
     manifest |= {"finished": now(), "tables": parts.written}
     write_manifest(folder, manifest)
 
 
-def _prompt(tokens: Tokens, text: TokenText | None) -> tuple[int, dict[str, Any]]:
-    # rows of the table `prompts`, none without ids, and their columns
-    ids = np.empty(0, np.int32) if tokens.prompt_ids is None else tokens.prompt_ids
-    texts = _texts(tokens.prompt_texts, ids, text)
-    return len(ids), {"position": np.arange(len(ids)), "token_id": ids, "token_text": texts}
-
-
-def _steps(tokens: Tokens, triggers: list[int], attended_N: Array, text: TokenText | None) -> dict[str, Any]:
-    # columns of the table `steps`
-    step_N = np.arange(len(attended_N))
-    trigger_N = np.isin(tokens.token_ids, triggers)
-    context_N = tokens.prompt_tokens + step_N
-    return {
-        "step": step_N,
-        "token_id": tokens.token_ids,
-        "token_text": _texts(tokens.texts, tokens.token_ids, text),
-        "attended_tokens": attended_N,
-        "context_tokens": context_N,
-        "position": context_N - 1,
-        "slow": True,
-        "reason": REASON,
-        "steps_since_slow": 0,
-        "sentence": np.cumsum(trigger_N) - trigger_N,
-        "trigger": trigger_N,
-        "read_ratio": attended_N / context_N,
-        "audited": True,
-        "batch_step": step_N,
-        "drafted": False,
-    }
-
-
-def _texts(given: list[str] | None, ids: Ints, text: TokenText | None) -> Array | None:
-    # the file's texts, or what each token adds to the text
-    if given is None and text is not None:
-        given = list(map(text.another(), ids.tolist()))
-    return None if given is None else np.array(given, object)
+def _texts(text: TokenText | None, ids: Ints) -> Array | None:
+    return None if text is None else np.array(list(map(text.another(), ids.tolist())), object)

@@ -7,7 +7,7 @@ head, K positions of a selection, B blocks of a selection, P tokens of the promp
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,44 +27,28 @@ VERSION_NAME = "sfi_import_version"
 UNPACKED, RATIO = 64 << 20, 100  # bytes that a file may unpack to, and so many times its own
 LARGEST = 2**31 - 1  # greatest token id of a trace
 FORMATS = (".npz", ".pt")
-ATTENTIONS = "attentions"  # transformers' nested tuples, in a .pt file
 # arrays of every file
-COMMON = (
-    VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "token_texts", "prompt_token_texts",
-    "trigger_token_ids", "model",
-)  # fmt: skip
+COMMON = (VERSION_NAME, "token_ids", "prompt_token_ids", "prompt_tokens", "trigger_token_ids", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrays:
-    """The arrays of a file: their names, in its order, and what reads one, as numpy's or PyTorch's."""
+    """The arrays of a file by name, as numpy's or PyTorch's, and the attention of each pass and layer of a .pt file."""
 
     path: Path
-    names: tuple[str, ...]
-    read: Callable[[str], Any]
-
-    def raw(self, name: str) -> Any:
-        """Return an array as its library has it; raises `InputError` for a missing one."""
-        if name not in self.names:
-            raise InputError(f"import {self.path} must have {name}, got none")
-        with readable(self.path):
-            value = self.read(name)
-            if not isinstance(value, torch.Tensor):
-                value = np.asarray(value)
-        return value
+    values: Mapping[str, Any]
+    passes: Sequence[Sequence[torch.Tensor]] = ()
 
     def array(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array:
-        """Return `checked` of a whole array."""
-        return self.checked(name, self.raw(name), kinds, dimensions)
+        """Return an array, floating-point tensors as float32.
 
-    def checked(self, name: str, value: Any, kinds: str, dimensions: tuple[int, ...]) -> Array:
-        """Return (a part of) an array of `raw`, floating-point tensors as float32.
-
-        Raises `InputError` unless its numpy dtype is of one of `kinds`, such as "iu", and its number of dimensions one
-        of `dimensions`.
+        Raises `InputError` for a missing one, and unless its numpy dtype is of one of `kinds`, such as "iu", and its
+        number of dimensions one of `dimensions`.
         """
+        if name not in self.values:
+            raise InputError(f"import {self.path} must have {name}, got none")
         with readable(self.path):
-            array = plain(value)
+            array = plain(self.values[name])
         if array.dtype.kind not in kinds:
             wanted = {"i": "whole numbers", "f": "numbers", "U": "strings"}[kinds[0]]
             raise InputError(f"{name} of {self.path} must be {wanted}, got {array.dtype}")
@@ -75,19 +59,19 @@ class Arrays:
 
     def maybe(self, name: str, kinds: str, dimensions: tuple[int, ...]) -> Array | None:
         """Return an array as `array` does, or None if the file has none."""
-        return self.array(name, kinds, dimensions) if name in self.names else None
+        return self.array(name, kinds, dimensions) if name in self.values else None
 
     def number(self, name: str) -> int | None:
         """Return a positive whole number, None if the file has none; raises `InputError` for another value."""
         number = self.maybe(name, "iu", (0,))
         if number is not None and not 1 <= number <= MOST_TOKENS:
-            rule = "at least 1" if number < 1 else f"at most {MOST_TOKENS:,}"
-            raise InputError(f"{name} of {self.path} must be {rule}, got {number}")
+            raise InputError(f"{name} of {self.path} must be in 1 to {MOST_TOKENS:,}, got {number}")
         return None if number is None else int(number)
 
-    def check_names(self, names: Sequence[str], known: Sequence[str]) -> None:
-        """Raise `InputError` for an array that the schema does not have, such as a misspelt one."""
-        for name in names:
+    def check_names(self, *more: str) -> None:
+        """Raise `InputError` for an array that is neither `COMMON` nor one of `more`, such as a misspelt one."""
+        known = (*COMMON, *more)
+        for name in self.values:
             if name not in known:
                 raise InputError(f"import {self.path} has an unknown array {shown(name)}; expected some of {known}")
 
@@ -103,13 +87,11 @@ def open_arrays(path: Path) -> Iterator[Arrays]:
     with ExitStack() as stack:
         with readable(path):
             if path.suffix == ".pt":
-                arrays = _pt(path)
+                arrays = _attention(path)
             else:
                 _check_claims(path)
-                file = stack.enter_context(np.load(path, allow_pickle=False))
-                arrays = Arrays(path, tuple(file.files), file.__getitem__)
-        with readable(path):
-            version = plain(arrays.raw(VERSION_NAME))
+                arrays = Arrays(path, stack.enter_context(np.load(path, allow_pickle=False)))
+        version = arrays.array(VERSION_NAME, "iufbU", (0, 1))
         number = str(version.item() if version.size == 1 else version.ravel().tolist())
         if number != str(VERSION):
             raise InputError(
@@ -145,29 +127,27 @@ def _check_claims(path: Path) -> None:
                     raise ValueError(f"{entry.filename} must hold the numbers of its shape, {shown(shape)}")
 
 
-def _pt(path: Path) -> Arrays:
+def _attention(path: Path) -> Arrays:
     document = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
-    values = {str(name): value for name, value in document.items() if name != ATTENTIONS}
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
-            raise ValueError(f"{name} must hold the numbers of its shape, {shown(list(value.shape))}")
-    passes = document.get(ATTENTIONS, ())
-    if _are(passes, torch.Tensor) and len(passes):  # a forward pass returns its layers, `generate` a tuple of passes
+    values = {str(name): value for name, value in document.items() if name != "attentions"}
+    passes = document.get("attentions")
+    if _are(passes, torch.Tensor):  # a forward pass returns its layers, `generate` a tuple of passes
         passes = (passes,)
     if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):
         raise InputError(  # attention other than "eager" returns None for each layer
             f'attentions of {path} must be tuples of tensors, as a model with attn_implementation="eager" '
             "returns them, got something else"
         )
-    for number, layers in enumerate(passes):
-        values |= {f"attention.{number}.{layer}": tensor for layer, tensor in enumerate(layers)}
-    return Arrays(path, tuple(values), values.__getitem__)
+    for name, value in (*values.items(), *(("attentions", layer) for layers in passes for layer in layers)):
+        if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+            raise ValueError(f"{name} must hold the numbers of its shape, {shown(list(value.shape))}")
+    return Arrays(path, values, passes)
 
 
 def _are(values: Any, kind: Any) -> bool:
-    return isinstance(values, list | tuple) and all(isinstance(value, kind) for value in values)
+    return isinstance(values, list | tuple) and len(values) > 0 and all(isinstance(value, kind) for value in values)
 
 
 def plain(value: Any) -> Array:
@@ -179,13 +159,11 @@ def plain(value: Any) -> Array:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokens:
-    """A request's prompt of P tokens, generated ids [N] and texts, T_trig and model; None is what a file lacks."""
+    """A request's prompt of P tokens, generated ids [N], T_trig and model; None is what a file lacks."""
 
     prompt_tokens: int
     prompt_ids: Ints | None
-    prompt_texts: list[str] | None
     token_ids: Ints
-    texts: list[str] | None
     triggers: tuple[int, ...] | None
     model: str | None
 
@@ -193,7 +171,7 @@ class Tokens:
     def of(cls, arrays: Arrays) -> Self:
         """Read the tokens of a file; raises `InputError` if tokens are missing or disagree."""
         token_ids, prompt_ids, prompt_tokens = _ids(arrays, "token_ids"), None, arrays.number("prompt_tokens")
-        if "prompt_token_ids" in arrays.names:
+        if "prompt_token_ids" in arrays.values:
             prompt_ids = _ids(arrays, "prompt_token_ids")
             if prompt_tokens not in (None, len(prompt_ids)):
                 raise InputError(
@@ -207,9 +185,7 @@ class Tokens:
         return cls(
             prompt_tokens=prompt_tokens,
             prompt_ids=prompt_ids,
-            prompt_texts=None if prompt_ids is None else _texts(arrays, "prompt_token_texts", prompt_tokens),
             token_ids=token_ids,
-            texts=_texts(arrays, "token_texts", len(token_ids)),
             triggers=None if triggers is None else tuple(sorted(triggers.tolist())),
             model=None if model is None else str(model),
         )
@@ -224,13 +200,6 @@ def _ids(arrays: Arrays, name: str) -> Ints:
         at = int(np.argmax(wrong))
         raise InputError(f"{name} of {arrays.path} must be in 0 to {LARGEST}, got {ids[at]} at {at}")
     return ids
-
-
-def _texts(arrays: Arrays, name: str, tokens: int) -> list[str] | None:
-    texts = arrays.maybe(name, "U", (1,))
-    if texts is not None and len(texts) != tokens:
-        raise InputError(f"{name} of {arrays.path} must be {tokens:,}, as the ids are, got {len(texts):,}")
-    return None if texts is None else [str(text) for text in texts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

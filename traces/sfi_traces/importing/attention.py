@@ -1,19 +1,16 @@
-"""Imports transformers' attention: arrays `attention.PASS.LAYER`, [1, H, Q, T] each (docs/import.md)."""
+"""Imports transformers' attention: for each pass and layer a tensor [1, H, Q, T] (docs/import.md)."""
 
-import re
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from sfi_core.errors import ConfigError, InputError
+from sfi_core.errors import InputError
 from sfi_core.settings.engine import AuditConfig
-from sfi_traces.importing.arrays import COMMON, Arrays, ImportedStep, Tokens, readable
-from sfi_traces.importing.selections import ROUNDING
+from sfi_traces.importing.arrays import Arrays, ImportedStep, Tokens, plain, readable
+from sfi_traces.importing.selections import MASSES, wrong_masses
 from sfi_traces.overlap import Array
 
 DIMENSIONS = 4  # request, head, query, token
-NAME = re.compile(r"attention\.(\d+)\.(\d+)")
 
 
 class AttentionArrays:
@@ -26,23 +23,30 @@ class AttentionArrays:
     kind, masses = "attention", True
     block_size: int | None = None
 
-    def __init__(self, arrays: Arrays, top: int | None, kv_heads: int | None) -> None:
-        """Read all but the attention tensors, as `SelectionArrays`; `ConfigError` if the KV heads do not fit."""
-        others = [name for name in arrays.names if not NAME.fullmatch(name)]
-        arrays.check_names(others, (*COMMON, "kv_heads"))
-        self._arrays, self._passes, self._top = arrays, _passes(arrays), top or AuditConfig().top
+    def __init__(self, arrays: Arrays, top: int | None) -> None:
+        """Read all but the attention; raises `InputError` for an array that is missing or does not fit."""
+        arrays.check_names("kv_heads")
+        self._path, self._passes, self._top = arrays.path, arrays.passes, top or AuditConfig().top
         self.tokens = Tokens.of(arrays)
-        layers = self._passes[0]
-        self.query_heads = int(self._whole(0, layers[0])[1][1])
-        self._kv_heads = kv_heads or arrays.number("kv_heads") or self.query_heads
+        self.query_heads = self._shape(0, 0)[1]
+        self._kv_heads = arrays.number("kv_heads") or self.query_heads
         if self.query_heads % self._kv_heads:
-            raise ConfigError(f"kv-heads must divide the {self.query_heads} query heads, got {self._kv_heads}")
-        self.place_U = [(layer, head) for layer in layers for head in range(self._kv_heads)]
+            raise InputError(
+                f"kv_heads of {self._path} must divide the {self.query_heads} query heads, got {self._kv_heads}"
+            )
+        layers = len(self._passes[0])
+        self.place_U = [(layer, head) for layer in range(layers) for head in range(self._kv_heads)]
+        for number, tensors in enumerate(self._passes):
+            if len(tensors) != layers:
+                raise InputError(
+                    f"attentions of {self._path} must have {layers} layers in every pass, got {len(tensors)} in "
+                    f"pass {number}"
+                )
 
     def steps(self) -> Iterator[ImportedStep]:
         """Yield the steps; one pass at a time is in memory. Raises `InputError` for a faulty one."""
         begin, N, done = self.tokens.prompt_tokens - 1, len(self.tokens.token_ids), 0
-        where = f"attention of {self._arrays.path}"
+        where = f"attention of {self._path}"
         for number in range(len(self._passes)):
             tensors, first = self._pass(number, begin + done)
             for row in range(tensors[0].shape[2]):
@@ -65,68 +69,40 @@ class AttentionArrays:
         # averages each layer's query heads for the KV heads
         means = [row.reshape(self._kv_heads, -1, row.shape[-1]).mean(1, dtype=np.float32) for row in rows]
         mass_UT = np.concatenate(means)
-        total_U = mass_UT.sum(-1)
-        wrong_U = ~((total_U <= 1 + ROUNDING) & (mass_UT.min(-1) >= 0))  # NaN too
-        if wrong_U.any():
-            unit = int(np.argmax(wrong_U))
-            layer, head = self.place_U[unit]
-            raise InputError(
-                f"{self._name(number, layer)}: probabilities of KV head {head} must be at least 0 and add up "
-                f"to 1 at most, got a sum of {total_U[unit]:g}"
-            )
+        if (unit := wrong_masses(mass_UT)) is not None:
+            (layer, head), total = self.place_U[unit], mass_UT[unit].sum()
+            where = f"{self._name(number, layer)}: probabilities of KV head {head}"
+            raise InputError(f"{where} {MASSES}, got a sum of {total:g}")
         best_UK = np.sort(np.argsort(-mass_UT, axis=-1, kind="stable")[:, : self._top], axis=-1)
-        return ImportedStep(
-            index_UK=best_UK.astype(np.int32),
-            mass_UK=np.take_along_axis(mass_UT, best_UK, -1),
-            retained_U=np.ones(len(mass_UT), np.float32),
-            attended_tokens=float(mass_UT.shape[-1]),
-        )
+        mass_UK, retained_U = np.take_along_axis(mass_UT, best_UK, -1), np.ones(len(mass_UT), np.float32)
+        attended, index_UK = float(mass_UT.shape[-1]), best_UK.astype(np.int32)
+        return ImportedStep(index_UK=index_UK, mass_UK=mass_UK, retained_U=retained_U, attended_tokens=attended)
 
     def _pass(self, number: int, wanted: int) -> tuple[list[Array], int]:
         # each layer's queries from position `wanted` on, and the first one's position: an earlier pass had those before
         tensors: list[Array] = []
-        first = Q = T = 0
-        for layer in self._passes[number]:
-            tensor, shape = self._whole(number, layer)
-            Q, T = (Q, T) if tensors else shape[2:]
+        _, _, Q, T = self._shape(number, 0)
+        first = max(T - Q, wanted)
+        for layer, tensor in enumerate(self._passes[number]):
+            shape = self._shape(number, layer)
             if shape != (1, self.query_heads, Q, T) or Q > T:
                 raise InputError(
                     f"{self._name(number, layer)} must be [1, {self.query_heads}, {Q}, {max(Q, T)}] as "
                     f"other layers, got {list(shape)}; leave out layers with a sliding window"
                 )
-            first = max(T - Q, wanted)
-            with readable(self._arrays.path):
-                part = tensor[:, :, first - (T - Q) :]
-            tensors.append(self._arrays.checked(f"attention.{number}.{layer}", part, "f", (DIMENSIONS,)))
+            with readable(self._path):
+                tensors.append(plain(tensor[:, :, first - (T - Q) :]))
         return tensors, first
 
-    def _whole(self, number: int, layer: int) -> tuple[Any, tuple[int, ...]]:
-        # a tensor that is not converted yet, and its shape
-        tensor = self._arrays.raw(f"attention.{number}.{layer}")
+    def _shape(self, number: int, layer: int) -> tuple[int, ...]:
+        tensor = self._passes[number][layer]
         shape = tuple(tensor.shape)
-        if len(shape) != DIMENSIONS or shape[0] != 1 or 0 in shape:
+        if len(shape) != DIMENSIONS or shape[0] != 1 or 0 in shape or not tensor.is_floating_point():
             raise InputError(
-                f"{self._name(number, layer)} must be [1, heads, queries, tokens] of one request, got {list(shape)}"
+                f"{self._name(number, layer)} must be numbers, [1, heads, queries, tokens] of one request, got "
+                f"{tensor.dtype}, {list(shape)}"
             )
-        return tensor, shape
+        return shape
 
     def _name(self, number: int, layer: int) -> str:
-        return f"attention.{number}.{layer} of {self._arrays.path}"
-
-
-def _passes(arrays: Arrays) -> list[list[int]]:
-    # the layers of each pass
-    layers_of: dict[int, list[int]] = {}
-    for match in filter(None, map(NAME.fullmatch, arrays.names)):
-        layers_of.setdefault(int(match[1]), []).append(int(match[2]))
-    missing = sorted(set(range(len(layers_of))) - layers_of.keys())
-    if missing:
-        raise InputError(f"attention of {arrays.path} must have pass {missing[0]}, got {sorted(layers_of)}")
-    passes = [sorted(layers_of[number]) for number in range(len(layers_of))]
-    for number, layers in enumerate(passes):
-        if layers != passes[0]:
-            raise InputError(
-                f"attention of {arrays.path} must have the layers {passes[0]} in every pass, got {layers} in "
-                f"pass {number}"
-            )
-    return passes
+        return f"attention.{number}.{layer} of {self._path}"

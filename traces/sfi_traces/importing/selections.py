@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from sfi_core.errors import InputError
-from sfi_traces.importing.arrays import COMMON, Arrays, ImportedStep, Tokens
+from sfi_traces.importing.arrays import Arrays, ImportedStep, Tokens
 from sfi_traces.overlap import Floats, Ints
 from sfi_traces.schema import MOST_LAYERS
 
@@ -15,6 +15,7 @@ PADDING = -1  # fills up the positions or blocks of shorter selections
 MOST_POSITIONS = 1 << 26  # of the blocks of a step
 LAST = np.iinfo(np.int64).max  # sorts padding behind the positions
 ROUNDING = 0.01  # a row of bfloat16 probabilities may add up to so much more than 1
+MASSES = "must be at least 0 and add up to 1 at most"
 
 
 class SelectionArrays:
@@ -32,11 +33,11 @@ class SelectionArrays:
 
     def __init__(self, arrays: Arrays) -> None:
         """Read the arrays; raises `InputError` for one that is missing or whose shape contradicts the others."""
-        arrays.check_names(arrays.names, (*COMMON, *NAMES))
-        names = [name for name in ("positions", "blocks") if name in arrays.names]
+        arrays.check_names(*NAMES)
+        names = [name for name in ("positions", "blocks") if name in arrays.values]
         if len(names) != 1:
             got = " and ".join(names) or "neither"
-            raise InputError(f"import {arrays.path} must have positions, blocks or attention.PASS.LAYER, got {got}")
+            raise InputError(f"import {arrays.path} must have positions or blocks, got {got}")
         (self._name,), self._path = names, arrays.path
         self.block_size = arrays.number("block_size")
         if (self.block_size is not None) != (self._name == "blocks"):
@@ -81,13 +82,13 @@ class SelectionArrays:
                 index_UK, order_UK = self._sorted(step, index_UK, length, "position")
                 if self._mass is not None:
                     given_UK = np.asarray(self._mass[step]).reshape(index_UK.shape)
-                    mass_UK = self._checked_mass(step, np.take_along_axis(given_UK, order_UK, -1), index_UK)
-            yield ImportedStep(
-                index_UK=index_UK,
-                mass_UK=mass_UK,
-                retained_U=None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1),
-                attended_tokens=float((index_UK >= 0).sum(-1).mean()),
-            )
+                    sorted_UK = np.take_along_axis(given_UK, order_UK, -1)
+                    mass_UK = np.where(index_UK >= 0, sorted_UK, 0).astype(np.float32)
+                    if (unit := wrong_masses(mass_UK)) is not None:
+                        raise self._refused(step, unit, f"masses {MASSES}, got a sum of {mass_UK[unit].sum():g}")
+            retained_U = None if mass_UK is None else np.minimum(mass_UK.sum(-1), 1)
+            attended = float((index_UK >= 0).sum(-1).mean())
+            yield ImportedStep(index_UK=index_UK, mass_UK=mass_UK, retained_U=retained_U, attended_tokens=attended)
 
     def _refused(self, step: int, unit: int, words: str) -> InputError:
         # the error that names the row of a layer and head
@@ -97,13 +98,11 @@ class SelectionArrays:
     def _sorted(self, step: int, position_UK: Ints, length: int, what: str) -> tuple[Ints, Ints]:
         # each row's positions or blocks, all below `length`, ascending, padding last; and the order
         given_UK = position_UK.astype(np.int64)
-        for wrong_UK, rule in (
-            (given_UK < PADDING, f"must be at least 0, or {PADDING} for padding"),
-            (given_UK >= length, f"must be below {length:,}, the step's {what}s"),
-        ):
-            if wrong_UK.any():
-                unit, rank = np.argwhere(wrong_UK)[0]
-                raise self._refused(step, int(unit), f"{what} {rule}, got {given_UK[unit, rank]:,}")
+        wrong_UK = (given_UK < PADDING) | (given_UK >= length)
+        if wrong_UK.any():
+            unit, rank = np.argwhere(wrong_UK)[0]
+            words = f"{what} must be in 0 to {length - 1:,}, or {PADDING} for padding, got {given_UK[unit, rank]:,}"
+            raise self._refused(step, int(unit), words)
         order_UK = np.argsort(np.where(given_UK == PADDING, LAST, given_UK), axis=-1, kind="stable")
         sorted_UK = np.take_along_axis(given_UK, order_UK, -1)
         twice_UK = (sorted_UK[:, 1:] == sorted_UK[:, :-1]) & (sorted_UK[:, 1:] != PADDING)
@@ -113,18 +112,11 @@ class SelectionArrays:
             raise self._refused(step, int(unit), words)
         return sorted_UK.astype(np.int32), order_UK
 
-    def _checked_mass(self, step: int, mass_UK: Floats, index_UK: Ints) -> Floats:
-        # as float32, 0 where padded
-        out_UK = np.where(index_UK >= 0, mass_UK, 0).astype(np.float32)
-        wrong_UK = ~((out_UK >= 0) & (out_UK <= 1 + ROUNDING))  # NaN too
-        if wrong_UK.any():
-            unit, rank = np.argwhere(wrong_UK)[0]
-            raise self._refused(step, int(unit), f"mass must be in 0 to 1, got {out_UK[unit, rank]:g}")
-        total_U = out_UK.sum(-1)
-        if (total_U > 1 + ROUNDING).any():
-            unit = int(total_U.argmax())
-            raise self._refused(step, unit, f"masses must add up to 1 at most, got {total_U[unit]:g}")
-        return out_UK
+
+def wrong_masses(mass_UK: Floats) -> int | None:
+    """Find the first row whose probabilities break `MASSES`."""
+    wrong_U = ~((mass_UK.sum(-1) <= 1 + ROUNDING) & (mass_UK.min(-1) >= 0))  # NaN too
+    return int(wrong_U.argmax()) if wrong_U.any() else None
 
 
 def _positions_of_blocks(block_UB: Ints, block_size: int, length: int) -> Ints:

@@ -36,80 +36,59 @@ def check(trace: Trace) -> dict[str, Any]:
         notes.append(f"stopped early: {trace.manifest['stopped']}")
     checked = {name: _check_table(trace, name) for name in TABLES}
     problems = [line for _, faults, _ in checked.values() for line in faults]
-    for name, (_, _, newer) in checked.items():
-        notes += [f"{name} has columns of a newer sfi: {', '.join(newer)}"] if newer else []
+    newest = {name: ", ".join(newer) for name, (_, _, newer) in checked.items() if newer}
+    notes += [f"{name} has columns of a newer sfi: {newer}" for name, newer in newest.items()]
     if temporary := sorted(str(path.relative_to(trace.path)) for path in trace.path.rglob(".*.tmp")):
         notes.append(f"left over from a write that broke off: {', '.join(temporary)}")
-    recorded: list[Row] = []
-    unchecked: str | None = "their table has problems"
-    if not checked["steps"][1]:
-        recorded = _recorded(trace)
-        broken, unchecked = _check_steps(trace, recorded)
-        problems += broken
-    if unchecked is not None:
-        notes.append(f"steps not checked against their tokens: {unchecked}")
-    return {
-        "trace": str(trace.path),
-        "sound": not problems,
-        "finished": trace.manifest["finished"],
-        "stopped": trace.manifest.get("stopped"),
-        "tables": [table for table, _, _ in checked.values()],
-        "recorded": recorded,
-        "steps_checked": unchecked is None,
-        "problems": problems,
-        "notes": notes,
-    }
+    broken = checked["steps"][1]
+    recorded, rules, unchecked = ([], [], "their table has problems") if broken else _check_steps(trace)
+    problems += rules
+    notes += [f"steps not checked against their tokens: {unchecked}"] if unchecked else []
+    end = {name: trace.manifest.get(name) for name in ("finished", "stopped")}
+    tables = [table for table, _, _ in checked.values()]
+    lines = {"steps_checked": not unchecked, "problems": problems, "notes": notes}
+    return {"trace": str(trace.path), "sound": not problems, **end, "tables": tables, "recorded": recorded, **lines}
 
 
 def _check_table(trace: Trace, name: str) -> tuple[Row, list[str], list[str]]:
     # a table's facts, a line for each fault, and columns that this sfi does not know
-    parts, schema, rows = trace.parts(name), TABLES[name], 0
-    damaged: list[str] = []
-    faults: list[str] = []
+    parts, rows = trace.parts(name), 0
+    lines: list[str] = []
     newer: list[str] = []
     for part in parts:
+        wrong: list[str] = []
         try:
             open_part(part)
             with parquet.ParquetFile(part, page_checksum_verification=True) as file:
                 written = file.schema_arrow
                 rows += sum(len(batch) for batch in file.iter_batches(ROWS))
-            newer += [column for column in written.names if column not in {*schema.names, *newer}]
-            wrong = []
-            for field in schema:
+            newer += [column for column in written.names if column not in {*TABLES[name].names, *newer}]
+            for field in TABLES[name]:
                 if field.name not in written.names:
                     wrong.append(f"{name} lacks the column {field.name}")
                 elif (kind := written.field(field.name).type) != field.type:
                     wrong.append(f"{name} has a column of another type: {field.name} ({kind}, not {field.type})")
-            faults += [line for line in wrong if line not in faults]
             if not wrong:
                 read_part(part, name)
         except DAMAGED as error:
-            if type(error) is ValueError:
-                faults.append(f"{name}/{part.name} is damaged: {error}")
-            else:
-                damaged.append(f"{name}/{part.name}")
-    present = {part.name for part in parts}
-    lacking = (file for number in count() if (file := PART.format(number=number)) not in present)
-    absent = [
-        f"{name}/{file}" for file in islice(takewhile(lambda file: file < max(present, default=""), lacking), MOST)
-    ]
-    lines = [f"{part} is damaged or truncated" for part in damaged] + [f"{part} is missing" for part in absent] + faults
+            how = f"damaged: {error}" if type(error) is ValueError else "damaged or truncated"
+            wrong.append(f"{name}/{part.name} is {how}")
+        lines += [line for line in wrong if line not in lines]
+    present, last = {part.name for part in parts}, parts[-1].name if parts else ""
+    files = takewhile(lambda file: file < last, map(PART.format, count()))
+    lines += islice((f"{name}/{file} is missing" for file in files if file not in present), MOST)
     expected = trace.manifest.get("tables", {}).get(name) if trace.manifest["finished"] else None
     if not lines and expected not in (None, rows):
         lines.append(f"{name} must have {expected:,} rows, got {rows:,}")
-    table = {"table": name, "parts": len(parts), "rows": rows, "expected_rows": expected}
-    return table | {"damaged": damaged, "absent": absent}, lines, newer
+    return {"table": name, "parts": len(parts), "rows": rows, "expected_rows": expected}, lines, newer
 
 
-def _recorded(trace: Trace) -> list[Row]:
+def _check_steps(trace: Trace) -> tuple[list[Row], list[str], str | None]:
+    # the steps of each request, a line for each broken rule, and why not all steps were checked
     steps = trace.table("steps", ["request", "step"]).group_by("request")
     counted = steps.aggregate([("step", "count"), ("step", "max"), ("step", "count_distinct")])
     names = ["request", "steps", "last_step", "distinct"]
-    return counted.rename_columns(names).sort_by("request").to_pylist()  # type: ignore[no-any-return]
-
-
-def _check_steps(trace: Trace, recorded: list[Row]) -> tuple[list[str], str | None]:
-    # a line for each broken rule, and why not all steps were checked
+    recorded: list[Row] = counted.rename_columns(names).sort_by("request").to_pylist()
     gaps = [
         f"request {row['request']}: steps must be consecutive from 0 on, got {row['steps']} up to step "
         f"{row['last_step']}"
@@ -117,15 +96,15 @@ def _check_steps(trace: Trace, recorded: list[Row]) -> tuple[list[str], str | No
         if not row["steps"] == row.pop("distinct") == row["last_step"] + 1
     ]
     if gaps:
-        return gaps, "some are missing"
+        return recorded, gaps, "some are missing"
     if trace.redacted:
-        return [], "token ids were left out (trace.redact_text)"
+        return recorded, [], "token ids were left out (trace.redact_text)"
     try:
         lines = list(_broken_rules(trace))
     except ConfigError as error:
-        return [], str(error)
+        return recorded, [], str(error)
     more = [f"{len(lines) - MOST:,} more steps break a rule"] if len(lines) > MOST else []
-    return lines[:MOST] + more, None
+    return recorded, lines[:MOST] + more, None
 
 
 def _broken_rules(trace: Trace) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from functools import cached_property
+from itertools import chain
 from typing import Any, Self
 
 import duckdb
@@ -14,7 +15,7 @@ from sfi_traces.model.rows import Rows
 from sfi_traces.model.selections import Selections, StepReads
 from sfi_traces.model.steps import Ints, Memory, Positions, Steps
 from sfi_traces.model.supports import COLUMNS, MOST_POSITIONS, Supports, thinning
-from sfi_traces.model.trace import Place, Trace, check_known, of_steps, rows_of
+from sfi_traces.model.trace import Place, Trace, check_known, rows_of
 from sfi_traces.overlap import Overlap, padded
 from sfi_traces.schema import TABLES
 
@@ -180,17 +181,13 @@ class Request:
     def supports(self) -> Supports:
         """The supports of the layers and KV heads; raises `TraceError` where there are none.
 
-        Takes 8 bytes of memory for each position, and twice that for a moment; beyond `MOST_POSITIONS` of them every
-        n-th layer is read.
+        Beyond `MOST_POSITIONS`, of 8 bytes each and twice that for a moment, every n-th layer is read.
         """
         self.trace.require_audit()
         layer = self.trace.rows("supports", ["layer"], self.wanted)["layer"]
         if not len(layer):
-            where = f"request {self.index}"
-            for name, value in (("layer", self.layer), ("KV head", self.head)):
-                where += "" if value is None else f", {name} {value}"
             option = "--audit 1" if self.layer is None else f"--audit 1 --set audit.layers={self.layer}"
-            raise TraceError(f"trace {self.trace.path} has no supports of {where}; record it with {option}")
+            raise TraceError(f"trace {self.trace.path} has no supports of these heads; record it with {option}")
         every = thinning(len(layer) * self.trace.manifest["audit"]["top"], MOST_POSITIONS)
         return self.supports_where(pc.field("layer").isin(pc.unique(layer).sort()[::every]))
 
@@ -198,11 +195,6 @@ class Request:
         """Read the supports that a filter wants, at least one."""
         rows = self.trace.rows("supports", COLUMNS, self.wanted & wanted)
         return Supports.of(self.trace.manifest, self.index, self.steps, rows)
-
-    @property
-    def k(self) -> int:
-        """Positions of a support."""
-        return int(self.trace.manifest["audit"]["top"])
 
     @cached_property
     def audited_layers(self) -> int:
@@ -250,25 +242,15 @@ class Request:
         Not in SQL: DuckDB builds a hash table for each list, and a long trace has a million pairs.
         """
         pieces = []
-        for batch in self.trace.batches(self.connection, sql, PAIRS):
-            first, second = (padded(batch.column(side)) for side in ("first", "second"))
-            overlap = pa.array(Overlap.of(first, second).coefficient)
-            pieces.append(batch.drop_columns(["first", "second"]).append_column("overlap", overlap))
+        try:
+            reader = self.connection.sql(sql).to_arrow_reader(PAIRS)
+            for batch in chain([pa.RecordBatch.from_pylist([], reader.schema)], reader):
+                first, second = (padded(batch.column(side)) for side in ("first", "second"))
+                overlap = pa.array(Overlap.of(first, second).coefficient)
+                pieces.append(batch.drop_columns(["first", "second"]).append_column("overlap", overlap))
+        except (duckdb.InvalidInputException, OSError) as error:
+            raise self.trace.unreadable() from error
         self.connection.register(name, pa.Table.from_batches(pieces))
-
-    def pick(self, name: str, table: str, keys: pa.Table) -> None:
-        """Make a view of a table's chosen rows of some requests and steps; only these are read.
-
-        Not through DuckDB, which decodes the lists of every row in each scan.
-        """
-        rows = self.trace.rows(table, TABLES[table].names, of_steps(keys["step"].to_numpy()))
-        self.connection.register(f"{name}_rows", rows)
-        self.connection.register(f"{name}_keys", keys)
-        layer = "true" if self.layer is None else f"layer = {self.layer:d}"
-        self.connection.execute(f"""
-            CREATE OR REPLACE TEMP VIEW {name} AS
-            SELECT * FROM {name}_rows SEMI JOIN {name}_keys USING (request, step) WHERE {layer}
-        """)  # noqa: S608 - our own names and a number
 
     def choose(self, layers: Collection[int] | None, heads: Collection[int] | None, among: Collection[Place]) -> None:
         """Take some layers and KV heads of `among` as `places`, None for all; raises `ConfigError` for another."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,10 +39,10 @@ class Rows:
                 for group in part.split_by_row_group(pc.field("request") == request):
                     step = group.row_groups[0].statistics.get("step", UNKNOWN)
                     if not isinstance(step["min"], int | float):
-                        raise trace.damaged(Path(part.path))
+                        raise trace.unreadable()
                     self._groups.append((group, step["min"], step["max"]))
             except DAMAGED as error:
-                raise trace.damaged(Path(part.path)) from error
+                raise trace.unreadable() from error
         self._keys = lru_cache(KEYS)(self._read_keys)
         self._values = lru_cache(VALUES)(lambda group: self._read(group, names).combine_chunks())
 
@@ -58,17 +57,13 @@ class Rows:
 
     def last(self, step: int) -> int | None:
         """Return the last step up to `step` with a row of the chosen layers and heads."""
-        latest: int | None = None
+        latest = -1
         for group, first, end in sorted(self._groups, key=lambda group: min(group[2], step), reverse=True):
-            if first > step:
-                continue
-            if latest is not None and min(end, step) <= latest:
-                break
-            keys = self._keys(group)
-            steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
-            if len(steps):
-                latest = max(int(steps.max()), -1 if latest is None else latest)
-        return latest
+            if first <= step and min(end, step) > latest:
+                keys = self._keys(group)
+                steps = keys["step"][self._chosen(keys) & (keys["step"] <= step)]
+                latest = max(latest, int(steps.max(initial=-1)))
+        return latest if latest >= 0 else None
 
     def at(self, steps: int | Ints) -> pa.Table:
         """Return the rows of one or several steps, of the chosen layers and heads; maybe none."""
@@ -100,4 +95,4 @@ class Rows:
         try:
             return checked(group.to_table(schema=TABLES[self._table], columns=columns), self._table)
         except DAMAGED as error:
-            raise self._trace.damaged(Path(group.path)) from error
+            raise self._trace.unreadable() from error

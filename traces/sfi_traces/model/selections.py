@@ -112,8 +112,8 @@ class StepReads:
         """Say for each position whether a layer and KV head read it."""
         if place in self.dense:
             return np.ones(len(position), bool)
-        kept: Bools = (position < self.sink) | (position >= self.recent)
-        return kept | np.isin(position, (self.selected or {}).get(place, ()))
+        around: Bools = (position < self.sink) | (position >= self.recent)
+        return around | np.isin(position, (self.selected or {}).get(place, ()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,15 +54,12 @@ class Steps:
             first = next(iter(manifest["trigger_token_ids"]), NO_TOKEN)
             token = [first if trigger else NO_TOKEN for trigger in rows["trigger"].to_pylist()]
         return cls(
-            step=rows["step"].to_numpy(),
+            **{name: rows[name].to_numpy() for name in ("step", "slow", "sentence", "elapsed_us")},
             token=token,
             text=[text or "" for text in rows["token_text"].to_pylist()],
-            slow=rows["slow"].to_numpy(),
             reason=[printable(reason) for reason in rows["reason"].to_pylist()],
-            sentence=rows["sentence"].to_numpy(),
             attended=rows["attended_tokens"].to_numpy(),
             context=rows["context_tokens"].to_numpy(),
-            elapsed_us=rows["elapsed_us"].to_numpy(),
             audited=pc.fill_null(rows["audited"], False).to_numpy(),
             batch_step=pc.coalesce(rows["batch_step"], rows["step"]).to_numpy(),
             drafted=pc.fill_null(rows["drafted"], False).to_numpy(),
@@ -111,14 +108,8 @@ class Memory:
         last_N = np.maximum.accumulate(np.where(slow_N | scans, np.arange(len(slow_N)), 0))
         start_N = fresh_N if config["recent_mode"] == "sliding" else fresh_N[last_N]
         packed_N = sink + np.minimum(config["budget"], fresh_N[last_N] - sink)
-        return cls(
-            slow_N=slow_N,
-            length_N=length_N,
-            sink=sink,
-            start_N=start_N,
-            packed_N=packed_N,
-            read_N=np.where(slow_N, length_N, packed_N + length_N - start_N),
-        )
+        read_N = np.where(slow_N, length_N, packed_N + length_N - start_N)
+        return cls(slow_N=slow_N, length_N=length_N, sink=sink, start_N=start_N, packed_N=packed_N, read_N=read_N)
 
     def bytes_read(self, model: ByteModel) -> npt.NDArray[Any]:
         """Return the bytes read at each step."""

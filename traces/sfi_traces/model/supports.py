@@ -88,10 +88,10 @@ class Supports:
         step, at = np.unique(rows["step"].to_numpy(), return_inverse=True)
         # a killed run may have written the supports of a step before the step
         whole = (np.bincount(at, minlength=len(step)) == len(place_U)) & (step <= steps.step[-1])
-        kept = whole[at]
-        rows = rows if kept.all() else rows.filter(pa.array(kept))
+        finished = whole[at]
+        rows = rows if finished.all() else rows.filter(pa.array(finished))
         row = steps.rows(step[whole])
-        index = (np.cumsum(whole) - 1)[at[kept]], np.searchsorted(place_U, place[kept])
+        index = (np.cumsum(whole) - 1)[at[finished]], np.searchsorted(place_U, place[finished])
         K = pc.max(pc.list_value_length(rows["positions"])).as_py() or 0
         shape = (len(row), len(place_U), K)
         return cls(
@@ -138,14 +138,9 @@ class Supports:
 
     def of_places(self, places: Collection[Place]) -> Self:
         """Keep some of the layers and KV heads."""
-        kept_U = [place in places for place in self.places]
-        return replace(
-            self,
-            layer_U=self.layer_U[kept_U],
-            head_U=self.head_U[kept_U],
-            position_NUK=self.position_NUK[:, kept_U],
-            mass_NUK=self.mass_NUK[:, kept_U],
-        )
+        among_U = [place in places for place in self.places]
+        of_units = {name: getattr(self, name)[among_U] for name in ("layer_U", "head_U")}
+        return replace(self, **of_units, position_NUK=self.position_NUK[:, among_U], mass_NUK=self.mass_NUK[:, among_U])
 
     def thinned(self, most: int = MOST_STEPS) -> Self:
         """Keep every n-th step, so that at most `most` are left."""

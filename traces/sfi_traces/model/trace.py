@@ -72,11 +72,6 @@ class Trace:
         """Whether each step read its own selection: an imported indexer, whose steps are all slow."""
         return self.imported is not None and self.imported["kind"] == "selections"
 
-    def require_masses(self) -> None:
-        """Raise `TraceError` for an import without masses."""
-        if not self.masses:
-            raise TraceError(f"trace {self.path} has no masses: it was imported from a file without them")
-
     def parts(self, table: str) -> list[Path]:
         """List a table's complete part files in order."""
         return sorted((self.path / table).glob("part-*.parquet"))
@@ -125,7 +120,7 @@ class Trace:
             try:
                 check_part(part, name)
             except DAMAGED as error:
-                raise self.damaged(part) from error
+                raise self.unreadable() from error
         files, schema = [str(part) for part in parts], TABLES[name]
         return dataset.dataset(files, schema, format="parquet") if files else schema.empty_table()
 
@@ -142,22 +137,9 @@ class Trace:
         except duckdb.InvalidInputException as error:  # raised where Arrow cannot read
             raise self.unreadable() from error
 
-    def batches(self, connection: duckdb.DuckDBPyConnection, query: str, rows: int) -> Iterator[pa.RecordBatch]:
-        """Yield what a query finds as Arrow batches of at most `rows` rows, at least one batch."""
-        try:
-            reader: pa.RecordBatchReader = connection.sql(query).to_arrow_reader(rows)
-            yield pa.RecordBatch.from_pylist([], reader.schema)
-            yield from reader
-        except (duckdb.InvalidInputException, OSError) as error:
-            raise self.unreadable() from error
-
     def unreadable(self) -> TraceError:
         """Return the error of a trace with a damaged part."""
         return TraceError(f"trace {self.path} has a damaged part; `sfi trace check {self.path}` names it")
-
-    def damaged(self, part: Path) -> TraceError:
-        """Return the error of a part that cannot be read."""
-        return TraceError(f"trace part {part} cannot be read; `sfi trace check {self.path}` lists what is sound")
 
 
 def check_known(name: str, values: Collection[int | None], known: Collection[int]) -> None:

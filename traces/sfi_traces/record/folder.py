@@ -103,13 +103,6 @@ def describe_run(
     }
 
 
-def file_metadata(document: dict[str, Any]) -> dict[str, str]:
-    """Return each part file's metadata: the manifest without what changes while the run goes on."""
-    coming = ("finished", "stopped", "prompts", "graphs", "not_replayed")
-    provenance = {key: value for key, value in document.items() if key not in coming}
-    return {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
-
-
 def now() -> str:
     """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -133,9 +126,9 @@ class Lists:
     sizes: Ints
 
     @classmethod
-    def of(cls, values: npt.NDArray[Any], kept: npt.NDArray[np.bool_]) -> Self:
-        """Make a list of the kept values of each row of [N, K]."""
-        return cls(values[kept], kept.sum(1))
+    def of(cls, values: npt.NDArray[Any], chosen: npt.NDArray[np.bool_]) -> Self:
+        """Make a list of the chosen values of each row of [N, K]."""
+        return cls(values[chosen], chosen.sum(1))
 
     @property
     def nbytes(self) -> int:
@@ -197,9 +190,12 @@ def _joined(chunks: list[Chunk], name: str, kind: pa.DataType) -> pa.Array:
 class PartFiles:
     """Writes the tables of a trace, part by part; `written` counts the rows of each table."""
 
-    def __init__(self, folder: Path, metadata: dict[str, str]) -> None:
-        """Write to an existing folder; `metadata` goes into every file."""
-        self._folder, self._metadata = folder, metadata
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Write to an existing folder; every file has what of the manifest does not change while the run goes on."""
+        coming = ("finished", "stopped", "prompts", "graphs", "not_replayed")
+        provenance = {key: value for key, value in manifest.items() if key not in coming}
+        self._metadata = {"schema_version": str(SCHEMA_VERSION), "provenance": json.dumps(provenance)}
+        self._folder = folder
         self._parts = dict.fromkeys(TABLES, 0)
         self.written = dict.fromkeys(TABLES, 0)
 
@@ -226,7 +222,7 @@ class PartFiles:
         ) as writer:
             writer.write_table(table)
             writer.add_key_value_metadata(self._metadata)
-        write_atomically(folder / PART.format(number=self._parts[name]), sink.getvalue())
+        write_atomically(folder / PART.format(self._parts[name]), sink.getvalue())
         self._parts[name] += 1
         self.written[name] += len(table)
 

@@ -111,31 +111,21 @@ class ParquetObserver(NullObserver):
         return None if self._writer is None else self._writer.failure
 
     def on(self, event: Event) -> None:
-        """Record an event with its tensors, or act on it first."""
+        """Record an event with its tensors; the first run begins the trace."""
         if isinstance(event, RunEvent):
-            self._on_run(event)
-        elif isinstance(event, BeginStepEvent):
-            self._on_begin_step(event)
-        else:
-            self._waiting.append((event, tensors_of(event)))
-
-    def _on_run(self, event: RunEvent) -> None:
-        # begins the trace with the first run
-        if self._writer is None:
-            self._writer = self._begin(event)
-        assert not self._writer.closed, "the trace is open"
-        self._hand_over()
-        self._timing.on_run(event)
-        self._waiting.append((event, {}))
-
-    def _on_begin_step(self, event: BeginStepEvent) -> None:
-        # hands over the steps before: on several ranks always, else if `PATIENCE` has passed since the last time
-        if self._ranks.size > 1 or time.monotonic() > self._due:
+            if self._writer is None:
+                self._writer = self._begin(event)
+            assert not self._writer.closed, "the trace is open"
             self._hand_over()
-        self._timing.on_begin_step(event)
-        if event.not_replayed != self._not_replayed:
+        elif isinstance(event, BeginStepEvent):
+            # on several ranks each step, else if `PATIENCE` has passed since the last time
+            if self._ranks.size > 1 or time.monotonic() > self._due:
+                self._hand_over()
+            self._timing.on_begin_step(event)
+            if event.not_replayed == self._not_replayed:
+                return
             self._not_replayed = event.not_replayed
-            self._waiting.append((event, {}))
+        self._waiting.append((event, tensors_of(event)))
 
     def span(self, name: str, layer: int | None = None, moved_bytes: int = 0) -> AbstractContextManager[None]:
         """Time a region."""
@@ -156,12 +146,8 @@ class ParquetObserver(NullObserver):
         self._ranks = Ranks(event.rank, event.ranks).apart()
         clock = self._clock or event.device
         self._timing = TimingObserver(clock, lambda spans: self._waiting.append((spans, {})))
-        rows = TraceRows(
-            self._tokenizer,
-            positions=positions,
-            redact_text=self._redacted,
-            offset_us=(time.time_ns() - event.began_unix_ns) / 1e3,
-        )
+        offset_us = (time.time_ns() - event.began_unix_ns) / 1e3
+        rows = TraceRows(self._tokenizer, positions=positions, redact_text=self._redacted, offset_us=offset_us)
         return TraceWriter(self._folder, rows, manifest, self._watch, self._ranks)
 
     def _hand_over(self) -> None:

@@ -42,7 +42,6 @@ class TraceRows:
         self.graphs: bool | None = None
         self.not_replayed: str | None = None
         self._first = self._requests = 0
-        self._run_state()
 
     @property
     def nbytes(self) -> int:
@@ -53,16 +52,6 @@ class TraceRows:
         """Dispatch an event and its tensors' values by name, or a list of spans."""
         getattr(self, HANDLERS.get(type(event), "on_spans"))(event, **arrays)
 
-    def _run_state(self) -> None:
-        # by the run's own request numbers, which the next run uses anew
-        self._sentence: dict[int, int] = defaultdict(int)
-        self._selected: dict[Place, SelectedSets] = {}
-        self._last: dict[Place, tuple[int, Array]] = {}
-        self._refreshed: dict[Place, Array] = {}
-        self._hashes: dict[int, Any] = {}
-        self._prompts: dict[int, dict[str, Any]] = {}
-        self._sequences: dict[tuple[str, int], TokenText] = {}  # by table and request
-
     def on_run(self, event: events.RunEvent) -> None:
         """Number the requests of this run after those of the last."""
         self._first += self._requests
@@ -71,7 +60,14 @@ class TraceRows:
         self._rank = event.rank
         heads = ((layer["layer"], layer["heads"]) for layer in event.model["layers"])
         self._first_head = {layer: event.rank * count for layer, count in heads}
-        self._run_state()
+        # by the run's own request numbers, which the next run uses anew
+        self._sentence: dict[int, int] = defaultdict(int)
+        self._selected: dict[Place, SelectedSets] = {}
+        self._last: dict[Place, tuple[int, Array]] = {}
+        self._refreshed: dict[Place, Array] = {}
+        self._hashes: dict[int, Any] = {}
+        self._prompts: dict[int, dict[str, Any]] = {}
+        self._sequences: dict[tuple[str, int], TokenText] = {}  # by table and request
         for request in range(event.batch):
             self._prompt(request)
 
@@ -129,8 +125,8 @@ class TraceRows:
         """Add a selection; an empty one without diagnostics (a policy that never selects) adds no rows."""
         H = len(index_HK)
         heads = np.arange(H) if heads_H is None else np.flatnonzero(heads_H)
-        kept_HK = index_HK[heads] >= 0
-        if not diagnostics and not kept_HK.any():
+        known_HK = index_HK[heads] >= 0
+        if not diagnostics and not known_HK.any():
             return
         sets = self._selected.setdefault((event.request, event.layer), SelectedSets(H))
         columns = {
@@ -139,7 +135,7 @@ class TraceRows:
             "head": heads + self._first_head[event.layer],
             **{name: value.reshape(H)[heads] for name, value in diagnostics.items()},
             **sets.replace(heads, index_HK[heads]),
-            "positions": Lists.of(index_HK[heads], kept_HK) if self._positions else None,
+            "positions": Lists.of(index_HK[heads], known_HK) if self._positions else None,
             "reason": event.reason,
         }
         self.tables["selections"].add_columns(len(heads), columns)
@@ -159,16 +155,16 @@ class TraceRows:
         self._last[place] = (event.step, index_HK)
         if event.slow:
             self._refreshed[place] = index_HK
-        kept_HK = index_HK >= 0
+        known_HK = index_HK >= 0
         columns = {
             **{name: of_heads.get(OTHER_NAMES.get(name, f"{name}_H"), np.nan) for name in TABLES["supports"].names},
             **self._key(event),
             "head": np.array(event.heads) + self._first_head[event.layer],
-            "positions": Lists.of(index_HK, kept_HK),
-            "mass": Lists.of(mass_HK, kept_HK),
+            "positions": Lists.of(index_HK, known_HK),
+            "mass": Lists.of(mass_HK, known_HK),
             "overlap_previous_step": _overlap(last if step == event.step - 1 else None, index_HK),
             "overlap_last_refresh": _overlap(refreshed, index_HK),
-            "read": None if read_HK is None else Lists.of(read_HK, kept_HK),
+            "read": None if read_HK is None else Lists.of(read_HK, known_HK),
         }
         self.tables["supports"].add_columns(len(index_HK), columns)
 
@@ -193,7 +189,7 @@ class TraceRows:
         rows = []
         for span in spans:
             *key, begin_us, elapsed_us, moved = span.row()
-            rows.append((*key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
+            rows.append((self._first, *key, begin_us + self._offset_us, elapsed_us, moved, self._rank))
         self.tables["timings"].add_rows(rows)
 
     def _add(self, table: str, event: Any, **known: Any) -> None:

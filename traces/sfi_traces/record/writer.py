@@ -1,6 +1,5 @@
 """The background thread that writes part files, so that decoding does not wait for the device or the disk."""
 
-import errno
 import queue
 import time
 from collections import defaultdict, deque
@@ -18,7 +17,7 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import RankLostError
 from sfi_core.observers.events import Event
 from sfi_core.observers.observer import HANDLERS
-from sfi_traces.record.folder import PartFiles, clear, file_metadata, now, write_manifest
+from sfi_traces.record.folder import PartFiles, clear, now, write_manifest
 from sfi_traces.record.rows import TraceRows
 
 QUEUE_BYTES = 256 << 20
@@ -68,7 +67,7 @@ class TraceWriter:
         self._folder, self._rows, self._manifest = folder, rows, manifest
         self._queue = BytesQueue(QUEUE_BYTES)
         self._began = time.monotonic()
-        self._parts = PartFiles(folder, file_metadata(manifest))
+        self._parts = PartFiles(folder, manifest)
         # a daemon, so that a crashing main thread does not wait for it
         self._thread = Thread(target=self._run, name="sfi-trace", daemon=True)
         self._thread.start()
@@ -88,8 +87,7 @@ class TraceWriter:
         if not self._writes:
             return
         if self.failure is not None:
-            what = "disk full" if self.failure.errno == errno.ENOSPC else "write failed"
-            stopped = f"{what}: {self.failure.strerror}"
+            stopped = f"write failed: {self.failure.strerror}"
         ended = {"finished": now(), "stopped": stopped, "tables": self._parts.written}
         try:
             write_manifest(self._folder, self._manifest | ended)
@@ -220,19 +218,17 @@ END = Batch(())
 class BytesQueue(queue.Queue[Batch]):
     """A queue bounded by the bytes in it; a single batch may exceed the bound."""
 
-    def _init(self, maxsize: int) -> None:
-        self.queue: deque[Batch] = deque()
-        self._bytes = 0
+    _bytes = 0
 
     def _qsize(self) -> int:
         return self._bytes
 
     def _put(self, item: Batch) -> None:
         self._bytes += item.nbytes
-        self.queue.append(item)
+        super()._put(item)
 
     def _get(self) -> Batch:
-        item = self.queue.popleft()
+        item = super()._get()
         self._bytes -= item.nbytes
         return item
 

@@ -34,9 +34,10 @@ def subject(request: Request) -> str:
 
 def support(request: Request) -> str:
     """Describe the supports; an import may have an indexer's selections instead."""
+    top = request.trace.manifest["audit"]["top"]
     if request.trace.reads_own_selection:
-        return f"Imported selections of up to {request.k} positions"
-    return f"Top-{request.k} of dense attention"
+        return f"Imported selections of up to {top} positions"
+    return f"Top-{top} of dense attention"
 
 
 def stability(request: Request, shown: Supports) -> Caption:

@@ -164,7 +164,8 @@ def retained_mass(request: Request) -> tuple[dict[Place, float], int]:
     Raises `TraceError` without an audit, a fast step or masses.
     """
     request.trace.require_audit()
-    request.trace.require_masses()
+    if not request.trace.masses:
+        raise TraceError(f"trace {request.trace.path} has no masses: it was imported from a file without them")
     columns = ["step", "layer", "head", "retained_mass"]
     rows = request.trace.rows("supports", columns, request.wanted)
     rows = rows.filter(pc.is_in(rows["step"], pa.array(request.steps.step[~request.steps.slow])))
