@@ -44,28 +44,22 @@ def _load_keys(row_ptr, t, T):
 
 
 @triton.jit
-def _first_counts(chunk_ptr, chunks):
-    """Add up the first launch's counts of a row's chunks, [BINS]."""
-    digit = tl.arange(0, BINS)[None, :]
-    counts = tl.zeros([ADDED, BINS], tl.int32)
-    for first in range(0, chunks, ADDED):
-        chunk = first + tl.arange(0, ADDED)[:, None]
-        counts += tl.load(chunk_ptr + chunk * COLUMNS + digit, mask=chunk < chunks, other=0)
-    return tl.sum(counts, 0)
-
-
-@triton.jit
 def _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS: tl.constexpr):
     """Return the threshold's first PASS digits, and how many keys with these digits to take."""
     if PASS == 0:
         return 0, budget
-    if PASS == 1:
+    digit = tl.arange(0, BINS)
+    if PASS == 1:  # the first launch counted by chunk
         prefix, room = 0, budget
+        added = tl.zeros([ADDED, BINS], tl.int32)
+        for first in range(0, chunks, ADDED):
+            chunk = first + tl.arange(0, ADDED)[:, None]
+            added += tl.load(chunk_ptr + chunk * COLUMNS + digit[None, :], mask=chunk < chunks, other=0)
+        counts = tl.sum(added, 0)
     else:
         prefix = tl.load(state_ptr + 2 * (PASS - 1))
         room = tl.load(state_ptr + 2 * (PASS - 1) + 1)
-    digit = tl.arange(0, BINS)
-    counts = _first_counts(chunk_ptr, chunks) if PASS == 1 else tl.load(counts_ptr + (PASS - 1) * BINS + digit)
+        counts = tl.load(counts_ptr + (PASS - 1) * BINS + digit)
     above_or_equal = tl.cumsum(counts, reverse=True)
     pivot = tl.sum((above_or_equal >= room).to(tl.int32)) - 1
     room -= tl.sum(tl.where(digit > pivot, counts, 0))
