@@ -5,8 +5,8 @@ for a large tile: `LAST` for requests with one query, the last of W; `SEVERAL` f
 draft. A program whose request belongs to the other launch returns at once.
 """
 
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -29,8 +29,7 @@ FEW, MANY, MOST = 32, 64, 128  # rows of a tile
 NARROW, WIDE = 64, 128  # padded width of a head
 
 
-@dataclass(frozen=True, slots=True)
-class TileShape:
+class TileShape(NamedTuple):
     """A tile: keys of one page, padded widths of key and value, and tiles in the pipeline (`stages`)."""
 
     tokens: int
@@ -86,8 +85,7 @@ def padded(size: int) -> int:
     return max(SMALLEST, 1 << (size - 1).bit_length())
 
 
-@dataclass(frozen=True, slots=True)
-class QueryTile:
+class QueryTile(NamedTuple):
     """What a program of an attention kernel holds and reads at once.
 
     `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own. The keys
@@ -101,24 +99,20 @@ class QueryTile:
     registers: int = REGISTERS
 
 
-@dataclass(frozen=True, slots=True)
-class PartOfPass:
-    """A launch of the split kernel, EACH, LAST or SEVERAL: its tile, and how many of these a request's queries need."""
+def parts_of_pass(
+    group: int, queries: int, tile: TileShape, target: Target, *, full: bool
+) -> list[tuple[int, QueryTile, int]]:
+    """Choose the split kernel's launches in a pass with W = `queries`; `full` are numbers of 32 bits.
 
-    kind: int
-    tile: QueryTile
-    tiles: int = 1
-
-
-def parts_of_pass(group: int, queries: int, tile: TileShape, target: Target, *, full: bool) -> list[PartOfPass]:
-    """Choose the launches of a pass with W = `queries`, in tiles that pages allow; `full` are numbers of 32 bits."""
+    Of each launch: EACH, LAST or SEVERAL, its tile, which pages allow, and how many of these a request's queries need.
+    """
     # float32 products run in registers, which need more threads
     registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
     single = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
     if queries == 1:
-        return [PartOfPass(EACH, single)]
+        return [(EACH, single, 1)]
     several = several_queries_tile(group * queries, tile, target, full=full)
-    return [PartOfPass(LAST, single), PartOfPass(SEVERAL, several, -(-group * queries // several.rows))]
+    return [(LAST, single, 1), (SEVERAL, several, -(-group * queries // several.rows))]
 
 
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
