@@ -37,9 +37,7 @@ def _rms_norm_kernel(
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
     """See `reference.rms_norm`. F up to 16384."""
     check_norm(hidden_XF, weight_F)
-    out_XF = torch.empty_like(hidden_XF)
-    _norm(hidden_XF, hidden_XF, weight_F, out_XF, out_XF, eps, add=False)
-    return out_XF
+    return _norm(hidden_XF, None, weight_F, eps)[1]
 
 
 def add_rms_norm(
@@ -47,24 +45,22 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.add_rms_norm`. F up to 16384."""
     check_residual(residual_XF, hidden_XF, weight_F)
-    sum_XF, out_XF = torch.empty_like(hidden_XF), torch.empty_like(hidden_XF)
-    _norm(hidden_XF, residual_XF, weight_F, sum_XF, out_XF, eps, add=True)
-    return sum_XF, out_XF
+    return _norm(hidden_XF, residual_XF, weight_F, eps)
 
 
 def _norm(
-    hidden_XF: torch.Tensor, residual_XF: torch.Tensor, weight_F: torch.Tensor,
-    sum_XF: torch.Tensor, out_XF: torch.Tensor, eps: float, *, add: bool,
-) -> None:  # fmt: skip
-    F = weight_F.shape[0]
+    hidden_XF: torch.Tensor, residual_XF: torch.Tensor | None, weight_F: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    F, add = weight_F.shape[0], residual_XF is not None
     if F > MAX_ROW:
         raise KernelLimitError(f"hidden must be at most {MAX_ROW} wide for the kernel, got {F}")
-    block = triton.next_power_of_2(F)
+    block, out_XF = triton.next_power_of_2(F), torch.empty_like(hidden_XF)
+    sum_XF = torch.empty_like(hidden_XF) if add else out_XF
     launch(
-        _rms_norm_kernel, (hidden_XF.numel() // F,), hidden_XF, residual_XF, weight_F, sum_XF, out_XF, eps,
-        num_warps=min(MOST_WARPS, max(1, block // WARP_NUMBERS)),
-        F=F, BLOCK=block, ADD=add,
+        _rms_norm_kernel, (hidden_XF.numel() // F,), hidden_XF, residual_XF if add else hidden_XF, weight_F, sum_XF,
+        out_XF, eps, num_warps=min(MOST_WARPS, max(1, block // WARP_NUMBERS)), F=F, BLOCK=block, ADD=add,
     )  # fmt: skip
+    return sum_XF, out_XF
 
 
 @triton.jit

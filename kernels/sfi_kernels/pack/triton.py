@@ -123,11 +123,8 @@ def _pack_kernel(
     tl.store(position_ptr + segment * S + slot, position, mask=slot < S)
     # the length is one more than the last packed slot, or 0: one slot of one program knows it
     packed, following = position >= 0, slot_position(index_ptr, slot + 1, sink, K, S)
-    tl.store(
-        length_ptr + segment + tl.zeros_like(slot),
-        tl.where(packed, slot + 1, 0),
-        mask=(packed & (following < 0)) | ((slot == 0) & ~packed),
-    )
+    last = (packed & (following < 0)) | ((slot == 0) & ~packed)
+    tl.store(length_ptr + segment + tl.zeros_like(slot), tl.where(packed, slot + 1, 0), mask=last)
 
     token = tl.maximum(position, 0)
     page = tl.load(block_table_ptr + request * pages + token // N, mask=packed, other=0)
@@ -158,20 +155,6 @@ def pack(
         num_warps=8 if row_bytes > WIDE_BYTES else 4,
         BLOCK_S=BLOCK_S, HEADS=heads_RH is not None, **constants,
     )  # fmt: skip
-
-
-@triton.jit
-def _old_place(position_ptr, position, length, steps):
-    """Return how many old positions are smaller, by binary search, and whether the next one is equal."""
-    place = tl.zeros_like(position)
-    for step in range(steps):
-        candidate = place + (1 << (steps - 1 - step))
-        inside = candidate <= length
-        probe = tl.load(position_ptr + candidate - 1, mask=inside, other=0)
-        place = tl.where(inside & (probe < position), candidate, place)
-    inside = (position >= 0) & (place < length)
-    found = tl.load(position_ptr + place, mask=inside, other=-1)
-    return place, inside & (found == position)
 
 
 @triton.jit
@@ -212,7 +195,14 @@ def _recall_kernel(
     index_ptr += pair * K
     position = slot_position(index_ptr, slot, sink, K, S)
     following = slot_position(index_ptr, slot + 1, sink, K, S)
-    place, on_device = _old_place(position_ptr, position, old_length, steps)
+    # how many old positions are smaller, by binary search, and whether the next one is equal
+    place = tl.zeros_like(position)
+    for step in range(steps):
+        candidate = place + (1 << (steps - 1 - step))
+        smaller = tl.load(position_ptr + candidate - 1, mask=candidate <= old_length, other=0) < position
+        place = tl.where((candidate <= old_length) & smaller, candidate, place)
+    inside = (position >= 0) & (place < old_length)
+    on_device = inside & (tl.load(position_ptr + place, mask=inside, other=-1) == position)
     if HEADS:  # noqa: SIM102 - known before the kernel is compiled
         if tl.load(heads_ptr + pair) == 0:
             counts = slot < tl.minimum(old_length, S)
@@ -222,11 +212,8 @@ def _recall_kernel(
     packed = position >= 0
     tl.store(into_position_ptr + pair * S + slot, position, mask=slot < S)
     # the length is one more than the last packed slot, or 0: one slot of one program knows it
-    tl.store(
-        into_length_ptr + pair + tl.zeros_like(slot),
-        tl.where(packed, slot + 1, 0),
-        mask=(packed & (following < 0)) | ((slot == 0) & ~packed),
-    )
+    last = (packed & (following < 0)) | ((slot == 0) & ~packed)
+    tl.store(into_length_ptr + pair + tl.zeros_like(slot), tl.where(packed, slot + 1, 0), mask=last)
     missing = tl.sum((packed & ~on_device).to(tl.int32))
     tl.atomic_add(fetched_ptr + pair, missing, mask=missing > 0, sem="relaxed")
 
