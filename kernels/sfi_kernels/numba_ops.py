@@ -18,6 +18,7 @@ from sfi_kernels.dense_attention import reference as dense
 from sfi_kernels.loops import attention, products, selection
 from sfi_kernels.loops import codes as code_loops
 from sfi_kernels.loops.vectors import F
+from sfi_kernels.pack import append
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
 from sfi_kernels.selector.formulas import factor_everywhere
@@ -155,7 +156,7 @@ def _scan(
     codes: BatchCodes, position: torch.Tensor, length: torch.Tensor, index: torch.Tensor, logit: torch.Tensor,
     mean: torch.Tensor, unread: torch.Tensor, scale: float, rest: float,
 ) -> None:  # fmt: skip
-    scanning.append_new(key, table, descriptor)
+    scanning.append_new(key, table, descriptor, append.reference)
     written = *codes[:-1], position, length, index, logit, mean, unread
     arguments = (
         plain(query), *pages_of(key, value), KINDS[key.dtype], key.shape[2], table.numpy(),

@@ -118,56 +118,6 @@ def _token_rows(
 
 
 @triton.jit
-def _code_tokens(
-    new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, table, mean_ptr, encode_ptr, word_ptr,
-    capacity, h, start, stop, T, key_token_stride, value_token_stride,
-    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    APPENDS: tl.constexpr,
-):  # fmt: skip
-    """Code the keys of positions `start` to `stop` - 1, the last of T new ones if they are appended first."""
-    slot, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
-    half, shift = fields()
-    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    for begin in range(start, stop, TOKENS):
-        t = begin + tl.arange(0, TOKENS)
-        own = t < stop
-        if APPENDS:
-            page = tl.load(table + t // PAGE, mask=own, other=0)
-            key = append_rows(
-                new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, page, t % PAGE, h,
-                (T - stop + t).to(tl.int64), own, H, PAGE, key_token_stride, value_token_stride,
-                KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
-            )  # fmt: skip
-        else:
-            key = _token_rows(key_ptr, table, t, own, h, PAGE, KEY_STRIDES, D, BLOCK_D)
-        for w in range(W):
-            where = encode_ptr + (w * D + d[:, None]) * SLOTS + slot[None, :]
-            encode = tl.load(where, mask=d[:, None] < D, other=0.0)
-            tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=own)
-
-
-@triton.jit
-def _mean_value(
-    value_ptr, table, sum_ptr, summed_ptr, mean_value_ptr, h, first, stop,
-    PAGE: tl.constexpr, STRIDES: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Add the values up to `stop` to the sum, and store the mean value of J."""
-    e = tl.arange(0, BLOCK_E)
-    known = tl.load(summed_ptr)
-    total = tl.load(sum_ptr + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
-    begin = tl.where(known > 0, known, first)
-    for at in range(begin, stop, TOKENS):
-        t = at + tl.arange(0, TOKENS)
-        value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, STRIDES, E, BLOCK_E)
-        total += tl.sum(value, 0)
-    end = tl.maximum(begin, stop)
-    tl.store(sum_ptr + e, total, mask=e < E)
-    tl.store(summed_ptr, end)
-    tl.store(mean_value_ptr + e, total / tl.maximum(end - first, 1).to(tl.float32), mask=e < E)
-
-
-@triton.jit
 def _project(
     query_ptr, mean_ptr, basis_ptr, factor_ptr, scale,
     W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -209,23 +159,44 @@ def _code_scan_sums_kernel(
     mean_ptr += pair * D
     if program < 0:
         length = tl.load(table_ptr + request * WORDS + LENGTH)
-        if mode >= FAST:
-            _code_tokens(
-                new_key_ptr + request * key_batch_stride + h * key_head_stride,
-                new_value_ptr + request * value_batch_stride + h * value_head_stride,
-                key_ptr, value_ptr, norm_ptr, table, mean_ptr, encode_ptr + pair * W * D * SLOTS, word_ptr,
-                capacity, h, length - tl.load(table_ptr + request * WORDS + QUERIES), length, T,
-                key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, H, PAGE,
-                W, D, E, BLOCK_D, BLOCK_E, APPENDS,
-            )  # fmt: skip
+        d, e, slot = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, SLOTS)
+        if mode >= FAST:  # code the new keys, the last of T if they are appended first
+            half, shift = fields()
+            mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+            for begin in range(length - tl.load(table_ptr + request * WORDS + QUERIES), length, TOKENS):
+                t = begin + tl.arange(0, TOKENS)
+                own = t < length
+                if APPENDS:
+                    key = append_rows(
+                        new_key_ptr + request * key_batch_stride + h * key_head_stride,
+                        new_value_ptr + request * value_batch_stride + h * value_head_stride, key_ptr, value_ptr,
+                        norm_ptr, tl.load(table + t // PAGE, mask=own, other=0), t % PAGE, h,
+                        (T - length + t).to(tl.int64), own, H, PAGE, key_token_stride, value_token_stride,
+                        KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+                    )  # fmt: skip
+                else:
+                    key = _token_rows(key_ptr, table, t, own, h, PAGE, KEY_STRIDES, D, BLOCK_D)
+                for w in range(W):
+                    where = encode_ptr + ((pair * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
+                    encode = tl.load(where, mask=d[:, None] < D, other=0.0)
+                    tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=own)
         if CHOOSE:
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
             if mode == FAST:
-                _mean_value(
-                    value_ptr, table, sum_ptr + pair * E, summed_ptr + pair, mean_value_ptr + pair * E, h,
-                    first, stop, PAGE, VALUE_STRIDES, E, BLOCK_E,
-                )  # fmt: skip
-                g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+                # add the values up to `stop` to the sum, and store the mean value of J
+                known = tl.load(summed_ptr + pair)
+                total = tl.load(sum_ptr + pair * E + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
+                begin = tl.where(known > 0, known, first)
+                for at in range(begin, stop, TOKENS):
+                    t = at + tl.arange(0, TOKENS)
+                    value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, VALUE_STRIDES, E, BLOCK_E)
+                    total += tl.sum(value, 0)
+                end = tl.maximum(begin, stop)
+                tl.store(sum_ptr + pair * E + e, total, mask=e < E)
+                tl.store(summed_ptr + pair, end)
+                mean_value = total / tl.maximum(end - first, 1).to(tl.float32)
+                tl.store(mean_value_ptr + pair * E + e, mean_value, mask=e < E)
+                g = tl.arange(0, BLOCK_G)
                 query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
                 where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
                 own = (g[:, None] < G) & (d[None, :] < D)
