@@ -5,9 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,16 +15,14 @@ class KernelLimitError(ValueError):
     """A kernel cannot take a shape, dtype or device; the message names the limit and the alternative."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A GPU: its compute capability times ten (80, 90, 100) and its streaming multiprocessors."""
 
     capability: int
     processors: int
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A recorded launch: the `triton.jit` function, positional arguments, constexprs and options."""
 
     kernel: Any
@@ -34,12 +31,11 @@ class Launch:
     options: dict[str, int]
 
 
-@dataclass(slots=True)
-class Recording:
+class Recording(NamedTuple):
     """Launches that ops would make on a target, to compile without a GPU."""
 
     target: Target
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Launch]
 
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
@@ -134,7 +130,7 @@ def counting(counter: Counter[str]) -> Iterator[None]:
 @contextmanager
 def recording(target: Target) -> Iterator[Recording]:
     """Record the launches inside instead of making them; the ops' results are then undefined."""
-    record = Recording(target)
+    record = Recording(target, [])
     token = _recording.set(record)
     try:
         yield record

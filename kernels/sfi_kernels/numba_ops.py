@@ -28,7 +28,6 @@ from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind
 ATTENDED, SCANNED, SELECTED = 3e-4, 2e-3, 5e-3
 MULTIPLIED = {0: 2.3e-4, 1: 1.2e-4, 2: 1.2e-4, BLOCK: 6e-5}
-NOTES = "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy"
 
 
 def sparse_attention(
@@ -183,7 +182,7 @@ def selector(
     first, stop = interval or (0, T)
     place_1N = factor_everywhere(stop - first, logits_BHGWT.device, beta, power, eta)
     score_BHT = torch.full((B, H, T), MASKED_SCORE)
-    lambda_BH, note_BHX = torch.empty(B, H), torch.empty(0 if diagnostics is None else B, H, len(NOTES))
+    lambda_BH, note_BHX = torch.empty(B, H), torch.empty(0 if diagnostics is None else B, H, len(selecting.NOTES))
     sums = np.empty((0, 0, 0), F) if span or log_sum_BHGW is None else plain(log_sum_BHGW).reshape(B, H, G * W)
     arguments = (
         plain(logits_BHGWT).reshape(B, H, G * W, T), sums, plain(key_norm_BHT), plain(place_1N)[0], first, span,
@@ -192,7 +191,7 @@ def selector(
     )  # fmt: skip
     by_heads(lambda begin, end: selection.select(begin, end, *arguments), B, SELECTED * logits_BHGWT.numel())
     if diagnostics is not None:
-        diagnostics.update(zip(NOTES, note_BHX.unbind(-1), strict=True))
+        diagnostics.update(zip(selecting.NOTES, note_BHX.unbind(-1), strict=True))
     return score_BHT, lambda_BH
 
 

@@ -46,26 +46,22 @@ def distribution(weight_BHT: torch.Tensor, power: float = 1.0) -> torch.Tensor:
 
 def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
     """Take the maximum over `radius` positions on each side, along the last dimension."""
-    padded = pad(tensor, (radius, radius), value=-torch.inf)
-    if by_numpy(tensor):
-        return torch.from_numpy(_window_peak(padded.detach().numpy(), 2 * radius + 1, np.maximum))
-    peak: torch.Tensor = _window_peak(padded, 2 * radius + 1, torch.maximum)
-    return peak
+    peak: Any = pad(tensor, (radius, radius), value=-torch.inf)
+    maximum: Callable[[Any, Any], Any] = torch.maximum
+    if numpy := by_numpy(tensor):
+        peak, maximum = peak.detach().numpy(), np.maximum
+    # windows that double, each the maximum of two: pooling takes as many comparisons as a window is wide
+    reached, window = 1, 2 * radius + 1
+    while reached < window:
+        step = min(reached, window - reached)
+        peak = maximum(peak[..., :-step], peak[..., step:])
+        reached += step
+    return torch.from_numpy(peak) if numpy else peak
 
 
 def by_numpy(tensor: torch.Tensor) -> bool:
     """Say whether numpy takes maxima: three times as fast as PyTorch for rows of some thousand numbers."""
     return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
-
-
-def _window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) -> Any:
-    # windows that double, each the maximum of two: pooling takes as many comparisons as a window is wide
-    reached = 1
-    while reached < window:
-        step = min(reached, window - reached)
-        values = maximum(values[..., :-step], values[..., step:])
-        reached += step
-    return values
 
 
 def pool_neighbors(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:

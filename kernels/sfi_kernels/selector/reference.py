@@ -9,6 +9,8 @@ from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.op import check_shapes
 from sfi_kernels.selector import formulas
 
+NOTES = "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy"  # |f|^2, f.r, |r|^2, f's in nats
+
 
 def selector(
     logits_BHGWT: torch.Tensor,
@@ -41,9 +43,8 @@ def selector(
     `span` are the neighbors that a hit brings along (`pool_neighbors`), 0 in the paper.
 
     `log_sum_BHGW` is the log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a query
-    sees nothing of J; ignored with a span, whose pooled logits have another sum. `diagnostics` receives
-    `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and `evidence_entropy` (of f, in nats),
-    each [B, H] float32. Where processes share the layer's KV heads, `exclude_across_heads` calls `gather` once.
+    sees nothing of J; ignored with a span, whose pooled logits have another sum. `diagnostics` receives `NOTES`, each
+    [B, H] float32. Where processes share the layer's KV heads, `exclude_across_heads` calls `gather` once.
 
     Returns:
         z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
@@ -66,10 +67,9 @@ def selector(
 
     lambda_BH = formulas.stable_weight(f_BHT, r_BHT, lambda_clip)
     if diagnostics is not None:
-        diagnostics["evidence_norm2"] = f_BHT.square().sum(-1).float()
-        diagnostics["evidence_dot_prior"] = (f_BHT * r_BHT).sum(-1).float()
-        diagnostics["prior_norm2"] = r_BHT.square().sum(-1).float()
-        diagnostics["evidence_entropy"] = -torch.xlogy(f_BHT, f_BHT).sum(-1).float()
+        terms = f_BHT.square(), f_BHT * r_BHT, r_BHT.square(), torch.xlogy(f_BHT, f_BHT)
+        *norms, log_sum = (term.sum(-1).float() for term in terms)
+        diagnostics.update(zip(NOTES, (*norms, -log_sum), strict=True))
     z_BHT = formulas.log_score(formulas.fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = formulas.soft_nms(z_BHT, alpha_soft, radius)
     z_adj_BHT = formulas.exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)

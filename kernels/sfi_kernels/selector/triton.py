@@ -14,7 +14,7 @@ from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.selector import logit_pass_triton as q
 from sfi_kernels.selector.formulas import exclude_across_heads
 from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
-from sfi_kernels.selector.reference import check, everywhere
+from sfi_kernels.selector.reference import NOTES, check, everywhere
 from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
@@ -84,10 +84,7 @@ def selector(
     if gather is not None:
         z_adj_BHT = exclude_across_heads(z_adj_BHT, alpha_cross, temperature, gather)
     if diagnostics is not None:
-        diagnostics["evidence_norm2"] = merged[q.NORM2.value]
-        diagnostics["evidence_dot_prior"] = merged[q.DOT.value]
-        diagnostics["prior_norm2"] = merged[q.PRIOR_NORM2.value]
-        diagnostics["evidence_entropy"] = merged[q.ENTROPY.value]
+        diagnostics.update(zip(NOTES, merged[q.NORM2.value :], strict=True))
     return z_adj_BHT, merged[q.WEIGHT.value]
 
 
