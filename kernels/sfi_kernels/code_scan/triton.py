@@ -1,7 +1,7 @@
 """Choosing keys by their codes in Triton: three launches for a whole batch, the same at every step.
 
-The second scores the keys of J and counts the scores (`reference.choose_likeliest`), the third takes the best. Both read
-the logits that the first left.
+The second counts the scores of the keys of J (`reference.choose_likeliest`), the third takes the best. Both read the
+logits that the first left.
 """
 
 from typing import Any

@@ -107,9 +107,6 @@ def _scan(query_GD, word_X, begin, stride, mean, query_WCD, scale, logits_GT):
                 _add_levels(level, factor[w, g], logits_GT[g, first : first + n])
 
 
-# --- choosing
-
-
 @inner
 def _count(score, least):
     n = F(0)  # of floats, which become vectors; exact up to 2^24
@@ -205,9 +202,6 @@ def _choose(logits_GT, rest, index, unread_logit, unread):
         unread_logit[g] = log_sum[g] + F(math.log(share)) if share > F(0) else F(-np.inf)
     if len(unread):
         _diagnose(exact, index, unread)
-
-
-# --- the choice of a batch
 
 
 @inner
