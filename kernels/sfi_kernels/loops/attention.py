@@ -7,9 +7,8 @@ logit so far, `total` and `out` are the sums of weights and of weighted values, 
 import numpy as np
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops import rows
-from sfi_kernels.loops.rows import TILE
-from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, add_row, exp, inner, largest, scale_row
+from sfi_kernels.loops.rows import TILE, add_values, products
+from sfi_kernels.loops.vectors import F, add_row, exp, inner, largest, scale_row
 
 LEAST = F(-1e30)  # a largest logit before the first row; finite, so that logits of -inf weigh nothing
 
@@ -59,12 +58,7 @@ def read_rows(
     Q, row = len(query_QD), row_T[:n]
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
-        if kind == FLOAT32:
-            rows.float_products(key_XD, row, start, count, query_QD, room_QT)
-        elif kind == BFLOAT16:
-            rows.bfloat16_products(half_key_XD, row, start, count, query_QD, room_QT)
-        else:
-            rows.float16_products(half_key_XD, row, start, count, query_QD, room_QT)
+        products(kind, key_XD, half_key_XD, row, start, count, query_QD, room_QT)
         if cap > F(0):
             for q in range(Q):
                 _bend(room_QT[q], cap)
@@ -73,12 +67,7 @@ def read_rows(
                 logits_QT[q, start + i] = room_QT[Q - len(logits_QT) + q, i]
         for q in range(Q):
             most_Q[q], total_Q[q] = _weigh(room_QT[q], count, most_Q[q], total_Q[q], out_QE[q])
-        if kind == FLOAT32:
-            rows.float_sums(value_XE, row, start, count, room_QT, out_QE)
-        elif kind == BFLOAT16:
-            rows.bfloat16_sums(half_value_XE, row, start, count, room_QT, out_QE)
-        else:
-            rows.float16_sums(half_value_XE, row, start, count, room_QT, out_QE)
+        add_values(kind, value_XE, half_value_XE, row, start, count, room_QT, out_QE)
 
 
 @inner

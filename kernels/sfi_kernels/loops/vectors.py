@@ -4,6 +4,7 @@ Loops over numbers are functions of their own, which LLVM turns into vector inst
 code does not become those that a CPU has, intrinsics write LLVM's own language (`Code`).
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -212,3 +213,16 @@ class Code:
             low, high = self.pick(numbers, list(range(width))), self.pick(numbers, list(range(width, 2 * width)))
             numbers = self.builder.fadd(low, high, flags=MATH)
         return self.builder.extract_element(numbers, ir.Constant(I32, 0))
+
+
+def by_kind(kinds: Iterable[int], write: Callable[[Code, int], None]) -> Any:
+    """Return the generator of an intrinsic whose first argument says which of some kinds' code runs."""
+
+    def generate(*given: Any) -> Any:
+        code = Code(*given)
+        for kind in kinds:
+            with code.builder.if_then(code.builder.icmp_signed("==", code.args[0], code.count(kind))):
+                write(code, kind)
+        return code.context.get_dummy_value()
+
+    return generate
