@@ -79,8 +79,8 @@ def finish(peak, total, out):
 def add_sink(out, lse, sink):
     """Give a learned sink its share of the softmax; it has no value."""
     peak = tl.maximum(lse, sink)
-    own = tl.exp2((lse - peak) * LOG2E)
-    return out * (own / (own + tl.exp2((sink - peak) * LOG2E)))[:, None]
+    weight = tl.exp2((lse - peak) * LOG2E)
+    return out * (weight / (weight + tl.exp2((sink - peak) * LOG2E)))[:, None]
 
 
 @triton.jit
@@ -104,9 +104,9 @@ def add_terms(
         peak = tl.maximum(lse, logit)
         # a row may have seen nothing and have no pseudo token either
         base = tl.where(peak == float("-inf"), 0.0, peak)
-        own, other = tl.exp2((lse - base) * LOG2E), tl.exp2((logit - base) * LOG2E)
-        total = tl.where(own + other > 0.0, own + other, 1.0)
-        joined = out * (own / total)[:, None] + value[None, :] * (other / total)[:, None]
+        weight, other = tl.exp2((lse - base) * LOG2E), tl.exp2((logit - base) * LOG2E)
+        total = tl.where(weight + other > 0.0, weight + other, 1.0)
+        joined = out * (weight / total)[:, None] + value[None, :] * (other / total)[:, None]
         has_one = logit != float("-inf")  # without one no bit changes
         out = tl.where(has_one[:, None], joined, out)
         lse = tl.where(has_one, log_sum(peak, total), lse)

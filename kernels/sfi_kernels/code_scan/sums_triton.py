@@ -60,15 +60,15 @@ def _encode_keys_kernel(
     h = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     s, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
-    own = t < T
-    key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, own, D, BLOCK_D)
+    valid = t < T
+    key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, valid, D, BLOCK_D)
     mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
     centered = key.to(tl.float32) - mean[None, :]
     half, shift = fields()
     basis_ptr += (h * D + d[:, None]) * (SLOTS * W) + s[None, :] * W
     for w in range(W):
         basis = tl.load(basis_ptr + w, mask=d[:, None] < D, other=0.0)
-        tl.store(word_ptr + (h * W + w) * T + t, coded(centered, basis, half, shift), mask=own)
+        tl.store(word_ptr + (h * W + w) * T + t, coded(centered, basis, half, shift), mask=valid)
 
 
 @triton.jit
@@ -79,14 +79,14 @@ def candidates(table_ptr, request):
 
 
 @triton.jit
-def logits_at(pair, g, t, own, capacity, G: tl.constexpr):
+def logits_at(pair, g, t, valid, capacity, G: tl.constexpr):
     """Return where the logits of positions `t` lie among [B, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
-    return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & own[None, :]
+    return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & valid[None, :]
 
 
 @triton.jit
 def chunk_logits(
-    factor_ptr, word_ptr, t, own, capacity, g,
+    factor_ptr, word_ptr, t, valid, capacity, g,
     W: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a chunk, [BLOCK_G, CHUNK], from the factors of its channels, [1 + 16 W, G].
@@ -97,7 +97,7 @@ def chunk_logits(
     constant = tl.load(factor_ptr + g, mask=g < G, other=0.0)
     logits = constant[:, None] + tl.zeros([BLOCK_G, CHUNK], tl.float32)
     for w in range(W):
-        word = tl.load(word_ptr + w * capacity + t, mask=own, other=0)
+        word = tl.load(word_ptr + w * capacity + t, mask=valid, other=0)
         low, high = word << 1, word >> LIFT
         for slot in tl.static_range(SLOTS):
             at = factor_ptr + (1 + w * SLOTS + slot) * G + g
@@ -110,11 +110,11 @@ def chunk_logits(
 
 @triton.jit
 def _token_rows(
-    pages_ptr, table, t, own, h, PAGE: tl.constexpr, STRIDES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    pages_ptr, table, t, valid, h, PAGE: tl.constexpr, STRIDES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    page = tl.load(table + t // PAGE, mask=own, other=0)
+    page = tl.load(table + t // PAGE, mask=valid, other=0)
     where = row_start(page, h, t % PAGE, STRIDES)
-    return rows(pages_ptr, where, 1, own, WIDTH, BLOCK).to(tl.float32)
+    return rows(pages_ptr, where, 1, valid, WIDTH, BLOCK).to(tl.float32)
 
 
 @triton.jit
@@ -165,21 +165,21 @@ def _code_scan_sums_kernel(
             mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
             for begin in range(length - tl.load(table_ptr + request * WORDS + QUERIES), length, TOKENS):
                 t = begin + tl.arange(0, TOKENS)
-                own = t < length
+                valid = t < length
                 if APPENDS:
                     key = append_rows(
                         new_key_ptr + request * key_batch_stride + h * key_head_stride,
                         new_value_ptr + request * value_batch_stride + h * value_head_stride, key_ptr, value_ptr,
-                        norm_ptr, tl.load(table + t // PAGE, mask=own, other=0), t % PAGE, h,
-                        (T - length + t).to(tl.int64), own, H, PAGE, key_token_stride, value_token_stride,
+                        norm_ptr, tl.load(table + t // PAGE, mask=valid, other=0), t % PAGE, h,
+                        (T - length + t).to(tl.int64), valid, H, PAGE, key_token_stride, value_token_stride,
                         KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
                     )  # fmt: skip
                 else:
-                    key = _token_rows(key_ptr, table, t, own, h, PAGE, KEY_STRIDES, D, BLOCK_D)
+                    key = _token_rows(key_ptr, table, t, valid, h, PAGE, KEY_STRIDES, D, BLOCK_D)
                 for w in range(W):
                     where = encode_ptr + ((pair * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
                     encode = tl.load(where, mask=d[:, None] < D, other=0.0)
-                    tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=own)
+                    tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=valid)
         if CHOOSE:
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
             if mode == FAST:
@@ -199,8 +199,8 @@ def _code_scan_sums_kernel(
                 g = tl.arange(0, BLOCK_G)
                 query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
                 where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
-                own = (g[:, None] < G) & (d[None, :] < D)
-                tl.store(recent_ptr + where * D + d[None, :], query, mask=own)
+                valid = (g[:, None] < G) & (d[None, :] < D)
+                tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
         return
     chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
     chunk = tl.maximum(chunk, first // CHUNK)
@@ -213,12 +213,12 @@ def _code_scan_sums_kernel(
     _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D)
     for own_chunk in range(chunk, stop_chunk):
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)
-        own = (t >= first) & (t < stop)
-        logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
-        at, mask = logits_at(pair, g, t, own, capacity, G)
+        valid = (t >= first) & (t < stop)
+        logits = chunk_logits(factor_ptr, word_ptr, t, valid, capacity, g, W, G, BLOCK_G, CHUNK)
+        at, mask = logits_at(pair, g, t, valid, capacity, G)
         tl.store(logit_ptr + at, logits, mask=mask)
         peak, total = add_sum(
             tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
-            tl.where(own[None, :], logits, float("-inf")),
+            tl.where(valid[None, :], logits, float("-inf")),
         )  # fmt: skip
         tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, log_sum(peak, total), mask=g < G)

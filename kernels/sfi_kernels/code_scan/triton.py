@@ -45,7 +45,7 @@ def _code_scan_score_kernel(
     if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         return
     g, t = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK)
-    own = (t >= first) & (t < stop)
+    valid = (t >= first) & (t < stop)
     lse_ptr += pair * chunks * G
     # join the chunks' log-sum-exps
     peak, total = tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32)
@@ -56,14 +56,14 @@ def _code_scan_score_kernel(
         peak, total = add_sum(peak, total, part)
     lse = log_sum(peak, total)
     tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
-    at, mask = logits_at(pair, g, t, own, capacity, G)
+    at, mask = logits_at(pair, g, t, valid, capacity, G)
     logits = tl.load(logit_ptr + at, mask=mask, other=0.0)
     weight = tl.exp2((logits - lse[:, None]) * LOG2E)
     mean = tl.sum(tl.where((g < G)[:, None], weight, 0.0), 0) / G
     score = (mean.to(tl.int32, bitcast=True) >> DROPPED) - LOWEST
     score = tl.minimum(tl.maximum(score, 0), BINS - 1)
-    tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=own)
-    counts, bins = tl.histogram(score, BINS, mask=own), tl.arange(0, BINS)
+    tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=valid)
+    counts, bins = tl.histogram(score, BINS, mask=valid), tl.arange(0, BINS)
     chunk_ptr += (pair * chunks + chunk) * COLUMNS
     tl.store(chunk_ptr + bins, tl.cumsum(counts, reverse=True))
     tl.store(chunk_ptr + BINS, 0)
@@ -95,10 +95,10 @@ def _code_scan_choose_kernel(
     if (mode != FAST) | (begin >= stop) | (begin + CHUNK <= first):
         return
     t = begin + tl.arange(0, CHUNK)
-    own = (t >= first) & (t < stop)
+    valid = (t >= first) & (t < stop)
     if count <= budget:
-        tl.store(index_ptr + t - first, t, mask=own)
-        tl.store(position_ptr + t, t, mask=own)
+        tl.store(index_ptr + t - first, t, mask=valid)
+        tl.store(position_ptr + t, t, mask=valid)
         return
     bins = tl.arange(0, BINS)
     counts = tl.load(counts_ptr + pair * BINS + bins)
@@ -111,8 +111,8 @@ def _code_scan_choose_kernel(
     above = tl.sum(tl.load(column_ptr + 1, mask=before, other=0))
     equal = tl.sum(tl.load(column_ptr, mask=before, other=0)) - above
     # Eq. 24
-    score = tl.load(score_ptr + pair * capacity + t, mask=own, other=0).to(tl.int32)
-    best, tied = own & (score > pivot), own & (score == pivot)
+    score = tl.load(score_ptr + pair * capacity + t, mask=valid, other=0).to(tl.int32)
+    best, tied = valid & (score > pivot), valid & (score == pivot)
     # both counts in one scan, of 16 bits each
     each = best.to(tl.int32) + tied.to(tl.int32) * 65536
     ahead = tl.cumsum(each) - each

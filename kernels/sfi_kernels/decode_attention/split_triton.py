@@ -101,21 +101,21 @@ def _split_attention_kernel(
     n, slot = tl.arange(0, BLOCK_N), tl.arange(0, IDS)
     # the tile's rows: query heads, places in [G, W], and whether they are queries
     g = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    place_GW, own, last, size_GW = g, g < G, g, G if KIND == EACH else G * W
+    place_GW, is_query, last, size_GW = g, g < G, g, G if KIND == EACH else G * W
     if KIND == LAST:
         place_GW = g * W + W - 1
     elif KIND == SEVERAL:  # a query's heads are adjacent; `last` is the position of its own token
         g, w = g % G, g // G
-        place_GW, own = g * W + w, (w < W) & (w >= W - queries)
-        last = tl.where(own, length - W + w, -1)
+        place_GW, is_query = g * W + w, (w < W) & (w >= W - queries)
+        last = tl.where(is_query, length - W + w, -1)
     queries_at = query_ptr + pair * size_GW * D
-    query = rows(queries_at, place_GW, D, own, D, BLOCK_D)
+    query = rows(queries_at, place_GW, D, is_query, D, BLOCK_D)
     # with one query a request the evidence's are the tile's own rows, with several they are rows of the last tile
-    g_J, place_J, own_J, query_J = g, place_GW, own, query
+    g_J, place_J, is_query_J, query_J = g, place_GW, is_query, query
     if KIND == SEVERAL:
         g_J = tl.arange(0, BLOCK_J)
-        place_J, own_J = g_J * W + W - 1, g_J < tl.where(row_tile == tiles - 1, G, 0)
-        query_J = rows(queries_at, place_J, D, own_J, D, BLOCK_D)
+        place_J, is_query_J = g_J * W + W - 1, g_J < tl.where(row_tile == tiles - 1, G, 0)
+        query_J = rows(queries_at, place_J, D, is_query_J, D, BLOCK_D)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -158,7 +158,7 @@ def _split_attention_kernel(
                     logits_J = tl.where(token[None, :] < length, logits_J, float("-inf"))
                 # Eq. 4
                 where = logits_to + g_J[:, None].to(tl.int64) * logits_stride + token[None, :]
-                tl.store(where, logits_J, mask=own_J[:, None] & handed_out[None, :])
+                tl.store(where, logits_J, mask=is_query_J[:, None] & handed_out[None, :])
                 allowed = (token >= allowed_start) & (token < allowed_stop) & handed_out
                 in_J = tl.where(allowed[None, :], logits_J, float("-inf"))
                 peak_J, total_J = add_sum(peak_J, total_J, in_J)
@@ -172,9 +172,9 @@ def _split_attention_kernel(
     item_row = (item * H + h) * size_GW
     own_row = item_row + place_GW
     if SLOW:
-        tl.store(sums_ptr + item_row + place_J, log_sum(peak_J, total_J), mask=own_J)
+        tl.store(sums_ptr + item_row + place_J, log_sum(peak_J, total_J), mask=is_query_J)
     e = tl.arange(0, BLOCK_E)
-    mask = own[:, None] & (e[None, :] < E)
+    mask = is_query[:, None] & (e[None, :] < E)
     if tl.load(row + SPLITS) == 1:
         out = add_terms(
             out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
@@ -183,5 +183,5 @@ def _split_attention_kernel(
         where = (pair * size_GW + place_GW[:, None]) * E + e[None, :]
         tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(lse_ptr + own_row, lse, mask=own)
+        tl.store(lse_ptr + own_row, lse, mask=is_query)
         tl.store(part_ptr + own_row[:, None] * E + e[None, :], out, mask=mask)

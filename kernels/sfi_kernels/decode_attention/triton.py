@@ -67,18 +67,18 @@ def _split_plan_kernel(table_ptr, work_ptr, B, items, heads, programs, BLOCK_B: 
     share = tl.cdiv(units, tl.maximum(splits, 1))
     for split in range(tl.max(splits)):
         item = work_ptr + (first + split) * 4
-        own = exists & (split < splits)
-        tl.store(item, request, mask=own)
-        tl.store(item + 1, split * share, mask=own)
-        tl.store(item + 2, tl.minimum(share, units - split * share), mask=own)
-        tl.store(item + 3, 0, mask=own)
+        valid = exists & (split < splits)
+        tl.store(item, request, mask=valid)
+        tl.store(item + 1, split * share, mask=valid)
+        tl.store(item + 2, tl.minimum(share, units - split * share), mask=valid)
+        tl.store(item + 3, 0, mask=valid)
     used = tl.sum(splits)
     for begin in range(0, items, BLOCK_X):
         spare = begin + tl.arange(0, BLOCK_X)
-        own = (spare >= used) & (spare < items)
-        tl.store(work_ptr + spare * 4, -1, mask=own)
+        valid = (spare >= used) & (spare < items)
+        tl.store(work_ptr + spare * 4, -1, mask=valid)
         for word in tl.static_range(1, 4):
-            tl.store(work_ptr + spare * 4 + word, 0, mask=own)
+            tl.store(work_ptr + spare * 4 + word, 0, mask=valid)
 
 
 @triton.jit(do_not_specialize=["W", "pseudo_parts"])

@@ -76,10 +76,10 @@ def _rotate_heads(
     dtype = out_ptr.dtype.element_ty
     head, column = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)[None, :]
     mask = (head < heads)[:, None] & (column < HALF)
-    own = head[:, None] * D + column  # [BLOCK_H, BLOCK_D]
+    place = head[:, None] * D + column  # [BLOCK_H, BLOCK_D]
     in_ptr += token * token_stride
-    first = tl.load(in_ptr + own, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_ptr + own + HALF, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(in_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         mean = tl.sum(first * first + second * second, 1) / D
         scale = tl.rsqrt(mean + eps)[:, None]
@@ -90,8 +90,8 @@ def _rotate_heads(
     turned_1 = _rounded(first * cos_1, dtype) - _rounded(second * sin_1, dtype)
     turned_2 = _rounded(second * cos_2, dtype) + _rounded(first * sin_2, dtype)
     out_ptr += token * heads * D
-    tl.store(out_ptr + own, turned_1.to(dtype), mask=mask)
-    tl.store(out_ptr + own + HALF, turned_2.to(dtype), mask=mask)
+    tl.store(out_ptr + place, turned_1.to(dtype), mask=mask)
+    tl.store(out_ptr + place + HALF, turned_2.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -104,11 +104,11 @@ def _rotary_kernel(
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     angle = token // T * angle_batch_stride + token % T * angle_token_stride
     column = tl.arange(0, BLOCK_D)[None, :]
-    own = column < HALF
-    cos_1 = tl.load(cos_ptr + angle + column, mask=own, other=0.0).to(tl.float32)  # [1, BLOCK_D]
-    cos_2 = tl.load(cos_ptr + angle + column + HALF, mask=own, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin_ptr + angle + column, mask=own, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin_ptr + angle + column + HALF, mask=own, other=0.0).to(tl.float32)
+    inside = column < HALF
+    cos_1 = tl.load(cos_ptr + angle + column, mask=inside, other=0.0).to(tl.float32)  # [1, BLOCK_D]
+    cos_2 = tl.load(cos_ptr + angle + column + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin_ptr + angle + column, mask=inside, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin_ptr + angle + column + HALF, mask=inside, other=0.0).to(tl.float32)
     query_blocks = tl.cdiv(query_heads, BLOCK_H)
     if block < query_blocks:
         _rotate_heads(

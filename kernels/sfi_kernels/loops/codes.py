@@ -49,12 +49,12 @@ def _pack(step, word):
 @inner
 def _code(key, mean, encode_WDC, centered, word):
     W = len(word)
-    own, step = np.empty(SLOTS, F), np.empty(SLOTS * W, F)
+    channel, step = np.empty(SLOTS, F), np.empty(SLOTS * W, F)
     _less(key, mean, centered)
     for w in range(W):
-        _project(centered, encode_WDC[w], own)
+        _project(centered, encode_WDC[w], channel)
         for s in range(SLOTS):
-            step[s * W + w] = own[s]
+            step[s * W + w] = channel[s]
     _pack(step, word)
 
 
@@ -69,9 +69,9 @@ def pack_levels(step_HTC, word_HWT):
 @inner
 def _unpack(word, level):
     for s in range(SLOTS):
-        mask, own = MASK[s], level[s]
+        mask, row = MASK[s], level[s]
         for i in range(len(word)):
-            own[i] = F(word[i] & mask)
+            row[i] = F(word[i] & mask)
 
 
 @inner

@@ -19,9 +19,9 @@ NARROW_BYTES, NARROW_REGISTERS = 128, 80
 
 
 @triton.jit
-def _move_rows(new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _move_rows(new_ptr, pages_ptr, token, token_stride, target, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)[None, :]
-    mask = own[:, None] & (column < WIDTH)
+    mask = valid[:, None] & (column < WIDTH)
     rows = tl.load(new_ptr + token[:, None] * token_stride + column, mask=mask, other=0.0)
     tl.store(pages_ptr + target[:, None] + column, rows, mask=mask)
     return rows  # [BLOCK_T, BLOCK]
@@ -29,17 +29,17 @@ def _move_rows(new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.c
 
 @triton.jit
 def append_rows(
-    key_ptr, value_ptr, key_pages_ptr, value_pages_ptr, norm_ptr, page, place, head, token, own, H, N,
+    key_ptr, value_ptr, key_pages_ptr, value_pages_ptr, norm_ptr, page, place, head, token, valid, H, N,
     key_token_stride, value_token_stride, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write some `token`s of a head to their places in the pages, with norms; return the keys, float32."""
     target = row_start(page, head, place, VALUE_STRIDES)  # [BLOCK_T]
-    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
+    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, valid, E, BLOCK_E)
     target = row_start(page, head, place, KEY_STRIDES)
-    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, own, D, BLOCK_D).to(tl.float32)
+    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, valid, D, BLOCK_D).to(tl.float32)
     norm_ptr += (page.to(tl.int64) * H + head) * N + place
-    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
+    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=valid)
     return key
 
 
@@ -55,14 +55,14 @@ def _append_kernel(
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start, count = tl.load(start_ptr + request), tl.load(count_ptr + request)
     order = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)  # among the new tokens
-    own = order < count
+    valid = order < count
     position = start + order
-    page = tl.load(block_table_ptr + request * pages + position // N, mask=own, other=0)
+    page = tl.load(block_table_ptr + request * pages + position // N, mask=valid, other=0)
     append_rows(
         key_ptr + request * key_batch_stride + head * key_head_stride,
         value_ptr + request * value_batch_stride + head * value_head_stride,
         key_pages_ptr, value_pages_ptr, norm_ptr, page, position % N, head, (T - count + order).to(tl.int64),
-        own, H, N, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+        valid, H, N, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
 
@@ -167,8 +167,8 @@ def _recall_rows(
     inside = column < WIDTH
     from_host, from_old = (packed & ~on_device)[:, None], (packed & on_device)[:, None]
     fetched = tl.load(host_ptr + host_row[:, None] + column, mask=from_host & inside, other=0.0)
-    kept = tl.load(old_ptr + old_row[:, None] * WIDTH + column, mask=from_old & inside, other=0.0)
-    rows = tl.where(from_old, kept, fetched)
+    old = tl.load(old_ptr + old_row[:, None] * WIDTH + column, mask=from_old & inside, other=0.0)
+    rows = tl.where(from_old, old, fetched)
     tl.store(into_ptr + into_row[:, None] * WIDTH + column, rows, mask=packed[:, None] & inside)
 
 

@@ -128,8 +128,8 @@ def _top_k_write_kernel(
     key = _load_keys(score_ptr, t, T)
     best, tied = key > threshold, key == threshold
     # both counts in one scan, of 16 bits each
-    own = best.to(tl.int32) + tied.to(tl.int32) * 65536
-    before = tl.cumsum(own) - own
+    each = best.to(tl.int32) + tied.to(tl.int32) * 65536
+    before = tl.cumsum(each) - each
     above += before & 65535
     equal += before >> 16
     if threshold == MASKED_KEY:  # fewer positions are allowed than asked for
