@@ -3,12 +3,14 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+V = TypeVar("V")
 
 
 class KernelLimitError(ValueError):
@@ -118,21 +120,20 @@ def _cuda_target(device: torch.device) -> Target:
 
 
 @contextmanager
-def counting(counter: Counter[str]) -> Iterator[None]:
+def setting(variable: ContextVar[Any], value: V) -> Iterator[V]:
+    """Give a context variable a value inside."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def counting(counter: Counter[str]) -> AbstractContextManager[object]:
     """Count the launches inside by kernel; a nested `counting` takes its own."""
-    token = _counter.set(counter)
-    try:
-        yield
-    finally:
-        _counter.reset(token)
+    return setting(_counter, counter)
 
 
-@contextmanager
-def recording(target: Target) -> Iterator[Recording]:
+def recording(target: Target) -> AbstractContextManager[Recording]:
     """Record the launches inside instead of making them; the ops' results are then undefined."""
-    record = Recording(target, [])
-    token = _recording.set(record)
-    try:
-        yield record
-    finally:
-        _recording.reset(token)
+    return setting(_recording, Recording(target, []))

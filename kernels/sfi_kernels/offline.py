@@ -72,10 +72,8 @@ PROCESSORS = 132  # of the architectures' large chips; plans depend on them, com
 def compile_launch(label: str, launch: Launch, capability: int) -> dict[str, Any]:
     """Compile a recorded launch for a compute capability times ten; `label` goes into the kernel's name.
 
-    Returns:
-        `kernel`, `arch`, `registers` and `spill_bytes` of a thread, `shared_bytes` of a program; `async_buffers`, the
-        tiles of the largest operand that asynchronous copies fill, 0 without a pipeline; and `over_limit`, whether
-        the architecture has less shared memory.
+    Registers and spills are a thread's. `async_buffers` are the tiles of the largest operand that asynchronous copies
+    fill, 0 without a pipeline; `over_limit` says whether the architecture has less shared memory.
     """
     types, constants, attributes = signature(launch)
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)

@@ -19,8 +19,7 @@ SMALLEST = 16  # tensor cores take no fewer rows
 LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of 128 threads fit
-# a processor with either, as many as shared memory allows. Half precision leaves 12,288 registers beside them, enough
-# for a program of the Selector, of top-k's counts or of pack; float32 has twice the threads.
+# a processor with either. Half precision leaves enough beside them for a program of the Selector, of top-k or of pack.
 REGISTERS, HALF_REGISTERS = 255, 208
 FLOAT32_NUMBERS = 4096  # of a tile of queries in float32, whose products run in registers
 EACH, LAST, SEVERAL = range(3)

@@ -1,9 +1,7 @@
 """How keys become words, in the launch that codes a prompt's, and in the first one of a choice.
 
-The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
-
-A KV head's first program codes and sums; the keys that it codes are not in J. The others take chunks of J, and leave
-their logits and each chunk's log-sum-exp for every query head.
+Of that, a KV head's first program appends and codes the new keys, which J has not, and adds values to the sum over J.
+The others take chunks of J, and leave their logits and each chunk's log-sum-exp for every query head.
 """
 
 import triton

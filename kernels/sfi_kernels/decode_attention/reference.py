@@ -13,11 +13,9 @@ from sfi_kernels.partial_attention import PseudoToken, combine, partial_attentio
 from sfi_kernels.step_descriptor import StepDescriptor
 
 MIN_UNITS, MAX_SPLITS = 2, 64
-# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values,
-# of 128 numbers each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132
-# processors. A wave takes about 4 us more, for its last stores and for the work item, the request's
-# words, the page numbers and the first tile, which wait for each other. Joining costs nothing that
-# decides: a program loads all parts of a query head at once, half a KB a split, 1/64 of a unit.
+# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values, of 128 numbers
+# each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132 processors. A wave takes about 4 us
+# more, for its last stores and for loads that wait for each other. Joining is cheap: half a KB a split, 1/64 of a unit.
 OVERHEAD = 2
 CANDIDATES = 8  # sizes of work items that are tried
 
@@ -25,9 +23,9 @@ CANDIDATES = 8  # sizes of work items that are tried
 class DecodeAttention(NamedTuple):
     """The result of a step's attention, in the query's dtype; zeros for padding and for an idle request.
 
-    `logits_BHGWT` are those of the slow requests in order, one query each (W = 1), T the longest's length, float32:
-    -inf where that query may not look and for the sparse heads of a mixed request, undefined beyond a request's own
-    length; `log_sum_BHGW` is their log-sum-exp over J, -inf of nothing. Both are None without evidence.
+    `logits_BHGWT` are those of the slow requests' last queries (W = 1), T the longest's length, float32: -inf for the
+    sparse heads of a mixed request, undefined beyond a request's length; `log_sum_BHGW` is their log-sum-exp over J,
+    -inf of nothing. Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor

@@ -1,7 +1,6 @@
-"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join.
+"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join by log-sum-exp.
 
-A program of the join merges the splits of one query by log-sum-exp. It loads a tile of splits at once: thirty
-splits wait for memory as often as two.
+A program of the join loads all splits of a query head at once: thirty wait for memory as often as two.
 """
 
 import math

@@ -119,8 +119,7 @@ def dense_attention(
 ) -> torch.Tensor:  # fmt: skip
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
-    Without a soft cap `scale` must be positive, as every model's is. Benchmarks vary the tiles, `shape`; None
-    takes ours.
+    Without a soft cap `scale` must be positive. Benchmarks vary the tiles, `shape`; None takes ours.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)

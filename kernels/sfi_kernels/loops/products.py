@@ -1,13 +1,9 @@
 """Rows times weight matrices, of float32 to 16 bits, or of a GGUF file's blocks as numbers of few bits and scales.
 
 The rows that a matrix of blocks (`tiles`) multiplies are rounded to 16 bits with a scale for 32 numbers: as quick as 8
-bits, because a product of an 8-bit and a 16-bit number is one instruction either way, and the results are float32's.
-
-A file's numbers become int8 first, in the order of their weights, without zero points. The layouts are ggml's:
-`gguf.quants` unpacks the same blocks in numpy, and is the reference.
-
-A matrix is handed over as a row of addresses and sizes, so that one compiled loop serves all matrices of a model; the
-caller keeps its tensors.
+bits, and the results are float32's. A file's numbers become int8 first, in the order of their weights, without zero
+points. The layouts are ggml's: `gguf.quants` unpacks the same blocks in numpy, and is the reference. A matrix is handed
+over as a row of addresses and sizes (`sfi_kernels.tables`).
 """
 
 from typing import Any
@@ -164,12 +160,6 @@ def widen_rows(begin, end, row_N, matrix, out_NI):
 
 
 @inner
-def _copy(source, to):
-    for i in range(BLOCK):
-        to[i] = np.int8(source[i])
-
-
-@inner
 def _halves(source, fifth, zero, to):
     # 16 bytes: low halves, then high ones; `fifth` has the fifth bit of each number
     for i in range(16):
@@ -227,7 +217,8 @@ def _unpack_row(kind, block_BX, number_I):
             continue
         to = number_I[BLOCK * b : BLOCK * b + BLOCK]
         if kind == 8:  # noqa: PLR2004 - Q8_0
-            _copy(block[2:], to)
+            for i in range(BLOCK):
+                to[i] = np.int8(block[2 + i])
         elif kind == 2:  # noqa: PLR2004 - Q4_0
             _halves(block[2:], np.uint32(0), 8, to)
         elif kind == 3:  # noqa: PLR2004 - Q4_1

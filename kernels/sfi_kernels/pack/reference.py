@@ -161,19 +161,16 @@ def recall(
     """Write what `pack` would into a scratch segment, reading host pages only for rows that are new.
 
     A row comes from the old segment if its position is there, else from the host pages. The caller copies the
-    scratch to the segment afterwards.
-
-    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device reads the
-    rows over the link itself (zero copy), so that the host never waits for the indices.
+    scratch to the segment afterwards. FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device; here
+    the kernel reads the rows over the link itself, so that the host never waits for the indices.
 
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
-    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a CUDA device,
-    and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side by side, are passed as
-    two views. The positions to recall and those of the old segment ascend. The results go to the `into` tensors, which
-    have R rows in place of B, and `fetched_RH`, int32, gets how many rows came from the host, 0 for a row without a
-    request. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
+    Arguments as in `pack`, but the pages are on the host, pinned when the rest is on a CUDA device, and
+    `block_table_BP` numbers them; keys and values may be views of pages [P, H, 2, N, D]. The positions to recall and
+    those of the old segment ascend. The `into` tensors have R rows in place of B, and `fetched_RH`, int32, gets how
+    many rows came from the host. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
     """
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH

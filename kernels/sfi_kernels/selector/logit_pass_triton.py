@@ -1,9 +1,8 @@
 """From logits to the power mean, Eqs. 6 and 7, and the partial results of the Selector's kernels.
 
-A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program writes its
-results to `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at
-a time: lane by lane, then the lanes. So empty chunks behind the last candidate change no bit, and a T that is
-only a bound gives the scores of the true T. `merged`, [quantity, row], holds the results of whole rows.
+A row of T positions, of one KV head, is cut into chunks, a program each, which writes to `partial` and `sums`,
+[quantity, row, chunk]. The next launch merges a row's chunks, CHUNKS at a time: lane by lane, then the lanes. So empty
+chunks change no bit, and a T that is only a bound gives the scores of the true T. `merged` is [quantity, row].
 """
 
 import triton

@@ -1,8 +1,4 @@
-"""The Selector in Triton: five launches, or seven where attention did not compute the log-sum-exp.
-
-For each position and KV head of G * W queries: 4 G W bytes of float32 logits read (twice without the
-log-sum-exp), then 32 bytes of power mean, key norm and score read or written.
-"""
+"""The Selector in Triton: five launches, or seven where attention did not compute the log-sum-exp."""
 
 from collections.abc import Callable
 from functools import partial

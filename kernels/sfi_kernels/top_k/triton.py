@@ -1,13 +1,10 @@
 """Top-K in Triton: an exact radix select in five launches, none of which waits for another program.
 
-A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: a program
-first finds the digit that the launch before settled, then counts the next digit of the keys that still match
-into a histogram that the row's programs share. Nothing is zeroed beforehand: in the first launch each chunk
-has its own histogram, and the first chunk's program zeroes those of the next launches. The fourth launch also
-counts how many positions each chunk takes; the fifth writes the positions.
-
-Every launch reads every score once: 20 bytes per position of float32 scores, 10 of half precision. The scratch is 4 KiB
-per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order of programs does not matter.
+A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: a program finds the
+digit that the launch before settled, and counts the next digit of the keys that still match into a histogram of the
+row. Nothing is zeroed beforehand: in the first launch each chunk has its own histogram, and the first chunk's program
+zeroes those of the next launches. The fourth launch also counts how many positions each chunk takes; the fifth writes
+them. Every launch reads every score once; counts are integers, so the order of programs does not matter.
 """
 
 from functools import partial
