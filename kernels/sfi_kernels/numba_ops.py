@@ -3,7 +3,6 @@
 Pages must be `compiled.readable`; sums are of float32.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from sfi_kernels.loops.vectors import F
 from sfi_kernels.pack import append
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
-from sfi_kernels.selector.formulas import factor_everywhere
+from sfi_kernels.selector.formulas import Gather, factor_everywhere
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
 from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 
@@ -169,8 +168,8 @@ def selector(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, *, alpha: float,
     gamma: float, beta: float, power: float, eta: float, lambda_clip: float, alpha_soft: float, radius: int,
     alpha_cross: float, temperature: float, span: int = 0, log_sum_BHGW: torch.Tensor | None = None,
-    diagnostics: dict[str, torch.Tensor] | None = None,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
+    diagnostics: dict[str, torch.Tensor] | None = None, gather: Gather | None = None,
+    interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. J must be an interval, of float32 logits and norms, and the heads all of them."""
     selecting.check(

@@ -136,11 +136,6 @@ class StepRequest:
     sparse_start: int | None = None
 
     @property
-    def has_mixed_heads(self) -> bool:
-        """Whether the request decodes with both kinds of heads."""
-        return self.mixed and self.decodes
-
-    @property
     def decodes(self) -> bool:
         """Whether the decoding kernel attends for the request."""
         return self.mode in (FAST, SLOW)
@@ -172,7 +167,7 @@ def describe_step(
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
-    mixed = tuple(row for row, request in enumerate(requests) if request.has_mixed_heads)
+    mixed = tuple(row for row, request in enumerate(requests) if request.mixed and request.decodes)
     queries = max((request.count for request in requests if request.decodes), default=1)
     return StepDescriptor(sent(buffer, device, into), len(requests), slow, fast, longest, mixed=mixed, queries=queries)
 
@@ -186,7 +181,7 @@ def _words(request: StepRequest, evidence: int) -> list[int]:
     words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
     words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
     words[EVIDENCE], words[QUERIES] = evidence, request.count if request.decodes else 0
-    if request.has_mixed_heads:
+    if request.mixed and request.decodes:
         words[MIXED] = 1 + (request.recent_start if request.sparse_start is None else request.sparse_start)
     elif request.mode != SLOW:
         words[START], words[PACKED] = request.recent_start, request.packed

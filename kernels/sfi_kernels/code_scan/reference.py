@@ -6,7 +6,19 @@ from functools import cache
 import torch
 
 from sfi_kernels import step_descriptor as step
-from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.code_scan.codes import (
+    BITS,
+    DROPPED,
+    KEPT,
+    LOWEST,
+    SHIFTS,
+    SLOTS,
+    BatchCodes,
+    Choice,
+    CodeBasis,
+    by_word,
+    words,
+)
 from sfi_kernels.op import check_int32, check_pages, check_shapes
 from sfi_kernels.pack import append
 from sfi_kernels.pack.reference import check_append
@@ -19,7 +31,7 @@ from sfi_kernels.top_k import top_k
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32."""
     check_basis(key_HTD, basis)
-    return words_of(key_HTD, basis.mean_HD, basis.encode_HWDC)
+    return words_of(key_HTD, basis.mean_HD, by_word(basis.encode_HDC))
 
 
 def code_tokens(

@@ -271,21 +271,20 @@ def check(
     if sink is not None:
         check_shapes("sink HG", sink, H=H, G=G)
     if pseudo is not None:
-        pseudo.check(query[:, :, :, 0], value.shape[3])
+        parts = "X"[: pseudo.logit_BHG.dim() - 3]
+        check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *pseudo, B=B, H=H, G=G, E=value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
     check_pages(query, "query", key=key, value=value)
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
-    if dense is not None:
-        check_shapes("dense BH", dense, B=B, H=H)
-        check_int32(query.device, dense=dense)
+    for name, letters, marks in (("dense", "BH", dense), ("position", "BHS", position)):
+        if marks is not None:
+            check_shapes(f"{name} {letters}", marks, B=B, H=H)
+            check_int32(query.device, **{name: marks})
     if descriptor.mixed is not None and bool(descriptor.mixed) != (dense is not None):
         rule = "must be given for" if dense is None else "must be None without"
         got = f"rows {descriptor.mixed}" if dense is None else f"a tensor of {list(dense.shape)}"
         raise ValueError(f"dense {rule} mixed requests, got {got}")
-    if position is not None:
-        check_shapes("position BHS", position, B=B, H=H)
-        check_int32(query.device, position=position)
     for name, other in (("pseudo", pseudo), ("position", position)):
         if other is not None and dense is not None:
             raise ValueError(f"{name} must be None in a step with mixed requests, got both")

@@ -73,11 +73,8 @@ def _dense_attention_kernel(
     if SINKS:
         out = add_sink(out, lse, tl.load(sink_ptr + h * G + g))
     e = tl.arange(0, BLOCK_E)
-    tl.store(
-        out_ptr + base * E + head_row[:, None] * E + e[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=valid[:, None] & (e[None, :] < E),
-    )
+    where = out_ptr + base * E + head_row[:, None] * E + e[None, :]
+    tl.store(where, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (e[None, :] < E))
 
 
 @triton.jit(do_not_specialize=["W", "T", "pages_per_request"])
@@ -103,12 +100,9 @@ def _window_logits_kernel(
         key = rows(key_tile, n, KEY_STRIDES[2], first + n < length, D, BLOCK_D)
         # Eq. 4
         logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
-        seen = first + n[None, :] <= position[:, None]
-        tl.store(
-            logits_ptr + pair * G * W * T + row.to(tl.int64)[:, None] * T + first + n[None, :],
-            tl.where(seen, logits, float("-inf")),
-            mask=valid[:, None] & (first + n[None, :] < T),
-        )
+        logits = tl.where(first + n[None, :] <= position[:, None], logits, float("-inf"))
+        where = logits_ptr + pair * G * W * T + row.to(tl.int64)[:, None] * T + first + n[None, :]
+        tl.store(where, logits, mask=valid[:, None] & (first + n[None, :] < T))
 
 
 def dense_attention(

@@ -219,15 +219,6 @@ def _row(table, t, H, h, N):
     return (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
 
 
-@inner
-def _note(index, n, first, position):
-    # the sinks, the chosen positions, and -1
-    for i in range(len(position)):
-        position[i] = i if i < first else -1
-    for i in range(n):
-        position[first + i] = index[i]
-
-
 @entry
 def code_scan(
     begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, table_BP, step_BX, mean_BHD,
@@ -264,7 +255,10 @@ def code_scan(
                 begin_X = (b * H + h) * W * T + first
                 _scan(query_BHGD[b, h], words, begin_X, T, mean_BHD[b, h], query_BHWCD[b, h], scale, logits)
                 _choose(logits, rest, index, logit_BHG[b, h], unread_BHC[b, h])
+            position = position_BHS[b, h]  # the sinks, the chosen positions, and -1
+            for i in range(len(position)):
+                position[i] = i if i < first else -1
             for i in range(min(n, K)):
                 index[i] = first + (index[i] if n > K else i)
-            _note(index, min(n, K), first, position_BHS[b, h])
+                position[first + i] = index[i]
             length_BH[b, h] = first + min(n, K)

@@ -1,7 +1,5 @@
 """Algorithm 2 in plain PyTorch, up to the Top-K."""
 
-from collections.abc import Callable
-
 import torch
 from torch.nn.functional import pad
 
@@ -30,7 +28,7 @@ def selector(
     span: int = 0,
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    gather: formulas.Gather | None = None,
     interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
@@ -76,15 +74,6 @@ def selector(
     if interval is not None:
         z_adj_BHT = pad(z_adj_BHT, (interval[0], T - interval[1]), value=MASKED_SCORE)
     return z_adj_BHT, lambda_BH
-
-
-def everywhere(logits_BHGWT: torch.Tensor, interval: tuple[int, int] | None = None) -> torch.Tensor:
-    """Return the candidate set that allows every position, or those of an interval, [B, T]."""
-    B, *_, T = logits_BHGWT.shape
-    first, stop = interval or (0, T)
-    allowed_BT = torch.zeros(B, T, dtype=torch.bool, device=logits_BHGWT.device)
-    allowed_BT[:, first:stop] = True
-    return allowed_BT
 
 
 def check(

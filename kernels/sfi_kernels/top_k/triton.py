@@ -149,12 +149,9 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     B, H, T = score_BHT.shape
     K, rows, chunks = min(budget, T), B * H, triton.cdiv(T, CHUNK.value)
     empty = partial(torch.empty, dtype=torch.int32, device=score_BHT.device)
-    index_BHK = empty(B, H, K)
-    counts = empty(rows, PASSES.value, BINS.value)
-    state = empty(rows, PASSES.value, 2)
-    chunk_counts = empty(rows, chunks, COLUMNS.value)
-    scratch, sizes = (counts, state, chunk_counts), (H, T, K, *score_BHT.stride()[:2])
-    grid = (rows, chunks)
+    index_BHK, grid, sizes = empty(B, H, K), (rows, chunks), (H, T, K, *score_BHT.stride()[:2])
+    counts, state = empty(rows, PASSES.value, BINS.value), empty(rows, PASSES.value, 2)
+    scratch = counts, state, empty(rows, chunks, COLUMNS.value)
     for step in range(PASSES.value):
         launch(_top_k_count_kernel, grid, score_BHT, *scratch, *sizes, num_warps=WARPS, PASS=step)
     launch(
