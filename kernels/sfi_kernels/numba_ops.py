@@ -197,8 +197,7 @@ def selector(
 def multiply(matrix: Any, x_RI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """Return rows times a matrix of blocks, [R, O] float32; `matrix` is its row (`sfi_kernels.tables`), with the bias.
 
-    Up to `FEW_OF_BLOCKS` rows are multiplied by the numbers as they lie, else by pieces of the matrix that become
-    float32 one after the other.
+    More than `FEW_OF_BLOCKS` rows are multiplied by pieces of the matrix that become float32 one after the other.
     """
     if len(x_RI) <= FEW_OF_BLOCKS:
         return multiply_few(matrix, x_RI)

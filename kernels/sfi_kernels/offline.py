@@ -232,8 +232,7 @@ class Case:
         dense_attention.triton(
             self.query, self.key, self.value, self.table, self.length, **self.options, sink_HG=self.sink
         )
-        window = self.query[:, :, :, -16:]
-        window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
+        window_logits.triton(self.query[:, :, :, -16:], self.key, self.table, self.length, **self.options, longest=T)
 
     def choose(self) -> None:
         """Code new keys, appended first or not, and choose for a batch by the codes of all keys."""

@@ -1,7 +1,6 @@
 """Attention in PyTorch: over one segment of keys, joined by log-sum-exp, which is exact, and over blocks of a history.
 
-All references rest on it. A history may come block by block and never lie together, from a KV cache in host memory,
-or for single KV heads of a cache.
+All references rest on it. Blocks come from a KV cache in host memory, or of single KV heads of a cache.
 """
 
 from collections.abc import Iterable, Iterator

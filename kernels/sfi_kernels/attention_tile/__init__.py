@@ -70,8 +70,7 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
     """Choose the tile for pages of keys and values; raise `KernelLimitError` beyond `check_limits`."""
     D, E = key.shape[-1], value.shape[-1]
     _check_tile(D, E, page_size)
-    key_width, value_width = padded(D), padded(E)
-    tokens = 64
+    key_width, value_width, tokens = padded(D), padded(E), 64
     # float32 products run in registers, which a tile of half the bytes does not overflow
     most = STAGE_BYTES // (2 if key.dtype == torch.float32 else 1)
     while tokens > SMALLEST and (page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most):
@@ -85,10 +84,9 @@ def padded(size: int) -> int:
 
 
 class QueryTile(NamedTuple):
-    """What a program of an attention kernel holds and reads at once.
+    """What a program of an attention kernel holds and reads at once; the keys of a tile, `tokens`, lie in one page.
 
-    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own. The keys
-    of a tile, `tokens`, lie in one page. `stages` is the depth of the software pipeline.
+    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own.
     """
 
     rows: int
@@ -117,8 +115,7 @@ def parts_of_pass(
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
     """Choose the tile for requests that verify a draft; `queries` counts each query head.
 
-    A processor fits two programs of 4 warps, or one of 8. Half the keys in a tile free registers for twice
-    the queries; one more stage keeps as many bytes in flight.
+    Half the keys in a tile free registers for twice the queries; one more stage keeps as many bytes in flight.
     """
     if full:
         rows = min(padded(queries), FEW, FLOAT32_NUMBERS // tile.key_width)

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from sfi_kernels.partial_attention import PseudoToken
 
@@ -80,8 +81,7 @@ class BatchCodes(NamedTuple):
 
     def grown(self, capacity: int) -> "BatchCodes":
         """Return a copy for at least `capacity` tokens of a request."""
-        more = capacity - self.word_BHWT.shape[3]
-        return self._replace(word_BHWT=torch.nn.functional.pad(self.word_BHWT, (0, more)))
+        return self._replace(word_BHWT=pad(self.word_BHWT, (0, capacity - self.word_BHWT.shape[3])))
 
     def of(self, rows: slice) -> "BatchCodes":
         """Return some rows, over the same memory."""

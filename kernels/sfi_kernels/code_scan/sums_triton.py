@@ -215,8 +215,7 @@ def _code_scan_sums_kernel(
         logits = chunk_logits(factor_ptr, word_ptr, t, valid, capacity, g, W, G, BLOCK_G, CHUNK)
         at, mask = logits_at(pair, g, t, valid, capacity, G)
         tl.store(logit_ptr + at, logits, mask=mask)
-        peak, total = add_sum(
-            tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
-            tl.where(valid[None, :], logits, float("-inf")),
-        )  # fmt: skip
+        nothing = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        in_J = tl.where(valid[None, :], logits, float("-inf"))
+        peak, total = add_sum(nothing, tl.zeros([BLOCK_G], tl.float32), in_J)
         tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, log_sum(peak, total), mask=g < G)

@@ -210,11 +210,9 @@ def sparse_attention(
     pseudo: PseudoToken | None = None, position_BHS: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
-    B, H, *_ = query_BHGD.shape
-    device = query_BHGD.device
+    B, H, programs = *query_BHGD.shape[:2], resident_programs(query_BHGD.device)
     check_shapes("length B, recent_start B", length_B, recent_start_B, B=B)
-    check_int32(device, length=length_B, recent_start=recent_start_B)
-    programs = resident_programs(device)
+    check_int32(query_BHGD.device, length=length_B, recent_start=recent_start_B)
     numbers = words.LISTS * words.list_room(B) + words.WORDS * B + 4 * work_items(B, H, programs)
     step = StepDescriptor(length_B.new_zeros(numbers), B, (), (), 0)
     table = step.table_BX
