@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, check_gate, check_norm, check_residual, check_rotation
+from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, check_gate, check_norm, check_rotation
 from sfi_kernels.launch import KernelLimitError, launch
 
 WARP_NUMBERS, MOST_WARPS = 512, 16  # of a norm's row, to a warp: 16 numbers to a thread
@@ -36,7 +36,6 @@ def _rms_norm_kernel(
 
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
     """See `reference.rms_norm`. F up to 16384."""
-    check_norm(hidden_XF, weight_F)
     return _norm(hidden_XF, None, weight_F, eps)[1]
 
 
@@ -44,13 +43,13 @@ def add_rms_norm(
     residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.add_rms_norm`. F up to 16384."""
-    check_residual(residual_XF, hidden_XF, weight_F)
     return _norm(hidden_XF, residual_XF, weight_F, eps)
 
 
 def _norm(
     hidden_XF: torch.Tensor, residual_XF: torch.Tensor | None, weight_F: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_norm(hidden_XF, weight_F, residual_XF)
     F, add = weight_F.shape[0], residual_XF is not None
     if F > MAX_ROW:
         raise KernelLimitError(f"hidden must be at most {MAX_ROW} wide for the kernel, got {F}")

@@ -25,24 +25,19 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 inner = njit(**compiled.OPTIONS)
 
 
-@intrinsic
-def bits_of(context: Any, x: Any) -> Any:
-    """Return the bits of a float32 as an int32."""
+def _bitcast(kind: Any, other: Any) -> Any:
+    @intrinsic
+    def cast(context: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(other))
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.int32))
+        return other(kind), generate
 
-    return types.int32(types.float32), generate
+    return cast
 
 
-@intrinsic
-def real(context: Any, bits: Any) -> Any:
-    """Return the float32 of an int32's bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), generate
+# the bits of a float32 as an int32, and back
+bits_of, real = _bitcast(types.float32, types.int32), _bitcast(types.int32, types.float32)
 
 
 @inner

@@ -19,12 +19,13 @@ NARROW_BYTES, NARROW_REGISTERS = 128, 80
 
 
 @triton.jit
-def _move_rows(new_ptr, pages_ptr, token, token_stride, target, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _move_rows(source_ptr, target_ptr, source, target, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy rows, given by their first numbers, and return them, [rows, BLOCK]."""
     column = tl.arange(0, BLOCK)[None, :]
     mask = valid[:, None] & (column < WIDTH)
-    rows = tl.load(new_ptr + token[:, None] * token_stride + column, mask=mask, other=0.0)
-    tl.store(pages_ptr + target[:, None] + column, rows, mask=mask)
-    return rows  # [BLOCK_T, BLOCK]
+    rows = tl.load(source_ptr + source[:, None] + column, mask=mask, other=0.0)
+    tl.store(target_ptr + target[:, None] + column, rows, mask=mask)
+    return rows
 
 
 @triton.jit
@@ -35,9 +36,9 @@ def append_rows(
 ):  # fmt: skip
     """Write some `token`s of a head to their places in the pages, with norms; return the keys, float32."""
     target = row_start(page, head, place, VALUE_STRIDES)  # [BLOCK_T]
-    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, valid, E, BLOCK_E)
+    _move_rows(value_ptr, value_pages_ptr, token * value_token_stride, target, valid, E, BLOCK_E)
     target = row_start(page, head, place, KEY_STRIDES)
-    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, valid, D, BLOCK_D).to(tl.float32)
+    key = _move_rows(key_ptr, key_pages_ptr, token * key_token_stride, target, valid, D, BLOCK_D).to(tl.float32)
     norm_ptr += (page.to(tl.int64) * H + head) * N + place
     tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=valid)
     return key
@@ -91,14 +92,6 @@ def slot_position(index_ptr, slot, sink, K, S):
     return tl.where(slot < S, tl.where(rank < 0, slot, selected), -1)
 
 
-@triton.jit
-def _copy_rows(pages_ptr, packed_ptr, source, target, packed, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = packed[:, None] & (column < WIDTH)
-    rows = tl.load(pages_ptr + source[:, None] + column, mask=mask, other=0.0)
-    tl.store(packed_ptr + target[:, None] * WIDTH + column, rows, mask=mask)  # [BLOCK_S, BLOCK]
-
-
 @triton.jit(do_not_specialize=["K", "S", "N", "pages"])
 def _pack_kernel(
     key_pages_ptr, value_pages_ptr, block_table_ptr, request_ptr, index_ptr, sink_ptr,
@@ -130,9 +123,9 @@ def _pack_kernel(
     page = tl.load(block_table_ptr + request * pages + token // N, mask=packed, other=0)
     target = segment * S + slot
     source = row_start(page, head, token % N, KEY_STRIDES)
-    _copy_rows(key_pages_ptr, key_ptr, source, target, packed, D, BLOCK_D)
+    _move_rows(key_pages_ptr, key_ptr, source, target * D, packed, D, BLOCK_D)
     source = row_start(page, head, token % N, VALUE_STRIDES)
-    _copy_rows(value_pages_ptr, value_ptr, source, target, packed, E, BLOCK_E)
+    _move_rows(value_pages_ptr, value_ptr, source, target * E, packed, E, BLOCK_E)
 
 
 def pack(
