@@ -58,7 +58,8 @@ def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
         step = min(reached, window - reached)
         peak = maximum(peak[..., :-step], peak[..., step:])
         reached += step
-    return torch.from_numpy(peak) if numpy else peak
+    result: torch.Tensor = torch.from_numpy(peak) if numpy else peak
+    return result
 
 
 def by_numpy(tensor: torch.Tensor) -> bool:
