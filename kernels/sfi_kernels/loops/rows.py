@@ -44,7 +44,7 @@ def _row_pointer(code: Code, kind: int) -> tuple[Any, int]:
 
 
 def _write_products(code: Code, kind: int) -> None:
-    b, start, n = code.builder, *code.args[4:6]
+    b, (start, n) = code.builder, code.args[4:6]
     (row_p, size), place_p = _row_pointer(code, kind), code.pointer(3, I64)
     query_p, room_p = code.pointer(6, F32), code.pointer(7, F32)
     queries, width = code.size(6, 0), code.size(6, 1)
@@ -85,7 +85,7 @@ def _write_products(code: Code, kind: int) -> None:
 
 
 def _write_sums(code: Code, kind: int) -> None:
-    b, start, n = code.builder, *code.args[4:6]
+    b, (start, n) = code.builder, code.args[4:6]
     (row_p, size), place_p = _row_pointer(code, kind), code.pointer(3, I64)
     weight_p, out_p = code.pointer(6, F32), code.pointer(7, F32)
     queries, width = code.size(7, 0), code.size(7, 1)
