@@ -9,6 +9,7 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
+IMPLEMENTATIONS = {"torch": "reference", "triton": "triton", "numba": "numba"}  # by backend
 
 
 class Op(Generic[P, R]):
@@ -30,7 +31,7 @@ class Op(Generic[P, R]):
 
     def on(self, backend: str) -> Callable[P, R]:
         """Return the implementation of "torch", "triton" or "numba", whatever the device."""
-        return cast("Callable[P, R]", getattr(self, "reference" if backend == "torch" else backend))
+        return cast("Callable[P, R]", getattr(self, IMPLEMENTATIONS[backend]))
 
     @cached_property
     def triton(self) -> Callable[P, R]:
