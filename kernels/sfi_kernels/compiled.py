@@ -6,9 +6,9 @@ numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
 from itertools import pairwise
@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from sfi_kernels.launch import setting
 
 # sums may change their order; unlike with `fastmath=True`, infinity and NaN keep their meaning
 MATH = {"contract", "reassoc", "nsz", "arcp", "afn"}
@@ -157,14 +159,9 @@ def pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(CORES, thread_name_prefix="sfi")
 
 
-@contextmanager
-def telling(heard: Callable[[], None]) -> Iterator[None]:
+def telling(heard: Callable[[], None]) -> AbstractContextManager[object]:
     """Call `heard` before the first compilation inside; a `telling` around this one keeps its own."""
-    token = _heard.set(_heard.get() or heard)
-    try:
-        yield
-    finally:
-        _heard.reset(token)
+    return setting(_heard, _heard.get() or heard)
 
 
 def _listener(base: type[Any]) -> Any:

@@ -3,29 +3,28 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+V = TypeVar("V")
 
 
 class KernelLimitError(ValueError):
     """A kernel cannot take a shape, dtype or device; the message names the limit and the alternative."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A GPU: its compute capability times ten (80, 90, 100) and its streaming multiprocessors."""
 
     capability: int
     processors: int
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A recorded launch: the `triton.jit` function, positional arguments, constexprs and options."""
 
     kernel: Any
@@ -34,12 +33,11 @@ class Launch:
     options: dict[str, int]
 
 
-@dataclass(slots=True)
-class Recording:
+class Recording(NamedTuple):
     """Launches that ops would make on a target, to compile without a GPU."""
 
     target: Target
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[Launch]
 
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
@@ -122,21 +120,20 @@ def _cuda_target(device: torch.device) -> Target:
 
 
 @contextmanager
-def counting(counter: Counter[str]) -> Iterator[None]:
+def setting(variable: ContextVar[Any], value: V) -> Iterator[V]:
+    """Give a context variable a value inside."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def counting(counter: Counter[str]) -> AbstractContextManager[object]:
     """Count the launches inside by kernel; a nested `counting` takes its own."""
-    token = _counter.set(counter)
-    try:
-        yield
-    finally:
-        _counter.reset(token)
+    return setting(_counter, counter)
 
 
-@contextmanager
-def recording(target: Target) -> Iterator[Recording]:
+def recording(target: Target) -> AbstractContextManager[Recording]:
     """Record the launches inside instead of making them; the ops' results are then undefined."""
-    record = Recording(target)
-    token = _recording.set(record)
-    try:
-        yield record
-    finally:
-        _recording.reset(token)
+    return setting(_recording, Recording(target, []))

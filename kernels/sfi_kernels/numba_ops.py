@@ -3,7 +3,6 @@
 Pages must be `compiled.readable`; sums are of float32.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,16 @@ from sfi_kernels.dense_attention import reference as dense
 from sfi_kernels.loops import attention, products, selection
 from sfi_kernels.loops import codes as code_loops
 from sfi_kernels.loops.vectors import F
+from sfi_kernels.pack import append
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
-from sfi_kernels.selector.formulas import factor_everywhere
+from sfi_kernels.selector.formulas import Gather, factor_everywhere
 from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
 from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind
 ATTENDED, SCANNED, SELECTED = 3e-4, 2e-3, 5e-3
 MULTIPLIED = {0: 2.3e-4, 1: 1.2e-4, 2: 1.2e-4, BLOCK: 6e-5}
-NOTES = "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy"
 
 
 def sparse_attention(
@@ -155,7 +154,7 @@ def _scan(
     codes: BatchCodes, position: torch.Tensor, length: torch.Tensor, index: torch.Tensor, logit: torch.Tensor,
     mean: torch.Tensor, unread: torch.Tensor, scale: float, rest: float,
 ) -> None:  # fmt: skip
-    scanning.append_new(key, table, descriptor)
+    scanning.append_new(key, table, descriptor, append.reference)
     written = *codes[:-1], position, length, index, logit, mean, unread
     arguments = (
         plain(query), *pages_of(key, value), KINDS[key.dtype], key.shape[2], table.numpy(),
@@ -169,8 +168,8 @@ def selector(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, *, alpha: float,
     gamma: float, beta: float, power: float, eta: float, lambda_clip: float, alpha_soft: float, radius: int,
     alpha_cross: float, temperature: float, span: int = 0, log_sum_BHGW: torch.Tensor | None = None,
-    diagnostics: dict[str, torch.Tensor] | None = None,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
+    diagnostics: dict[str, torch.Tensor] | None = None, gather: Gather | None = None,
+    interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. J must be an interval, of float32 logits and norms, and the heads all of them."""
     selecting.check(
@@ -182,7 +181,7 @@ def selector(
     first, stop = interval or (0, T)
     place_1N = factor_everywhere(stop - first, logits_BHGWT.device, beta, power, eta)
     score_BHT = torch.full((B, H, T), MASKED_SCORE)
-    lambda_BH, note_BHX = torch.empty(B, H), torch.empty(0 if diagnostics is None else B, H, len(NOTES))
+    lambda_BH, note_BHX = torch.empty(B, H), torch.empty(0 if diagnostics is None else B, H, len(selecting.NOTES))
     sums = np.empty((0, 0, 0), F) if span or log_sum_BHGW is None else plain(log_sum_BHGW).reshape(B, H, G * W)
     arguments = (
         plain(logits_BHGWT).reshape(B, H, G * W, T), sums, plain(key_norm_BHT), plain(place_1N)[0], first, span,
@@ -191,15 +190,14 @@ def selector(
     )  # fmt: skip
     by_heads(lambda begin, end: selection.select(begin, end, *arguments), B, SELECTED * logits_BHGWT.numel())
     if diagnostics is not None:
-        diagnostics.update(zip(NOTES, note_BHX.unbind(-1), strict=True))
+        diagnostics.update(zip(selecting.NOTES, note_BHX.unbind(-1), strict=True))
     return score_BHT, lambda_BH
 
 
 def multiply(matrix: Any, x_RI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
     """Return rows times a matrix of blocks, [R, O] float32; `matrix` is its row (`sfi_kernels.tables`), with the bias.
 
-    Up to `FEW_OF_BLOCKS` rows are multiplied by the numbers as they lie, else by pieces of the matrix that become
-    float32 one after the other.
+    More than `FEW_OF_BLOCKS` rows are multiplied by pieces of the matrix that become float32 one after the other.
     """
     if len(x_RI) <= FEW_OF_BLOCKS:
         return multiply_few(matrix, x_RI)

@@ -72,10 +72,8 @@ PROCESSORS = 132  # of the architectures' large chips; plans depend on them, com
 def compile_launch(label: str, launch: Launch, capability: int) -> dict[str, Any]:
     """Compile a recorded launch for a compute capability times ten; `label` goes into the kernel's name.
 
-    Returns:
-        `kernel`, `arch`, `registers` and `spill_bytes` of a thread, `shared_bytes` of a program; `async_buffers`, the
-        tiles of the largest operand that asynchronous copies fill, 0 without a pipeline; and `over_limit`, whether
-        the architecture has less shared memory.
+    Registers and spills are a thread's. `async_buffers` are the tiles of the largest operand that asynchronous copies
+    fill, 0 without a pipeline; `over_limit` says whether the architecture has less shared memory.
     """
     types, constants, attributes = signature(launch)
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
@@ -139,7 +137,8 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[Any, Any], dict[Any,
 
 
 def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
-    yield "any", _plan
+    step = describe_step([StepRequest(mode=FAST, **NUMBERS)] * 2, work_items(2, H, 264), torch.device("cpu"))
+    yield "any", partial(split_plan.triton, step, H, 264)
     for name, dtype in DTYPES.items():
         for heads in COVERED[name]:
             yield from _attention_runs(name, dtype, *heads)
@@ -150,9 +149,11 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{name}, D={D}", partial(_rotate, dtype, D, normed=False)
             yield f"{name}, D={D}, normed", partial(_rotate, dtype, D, normed=True)
         for F in WIDTHS:
-            yield f"{name}, F={F}", partial(_norm, dtype, F)
-            yield f"{name}, F={F}, added", partial(_add_and_norm, dtype, F)
-        yield name, partial(_gate, dtype)
+            hidden, weight = torch.empty(2, F, dtype=dtype), torch.empty(F, dtype=dtype)
+            yield f"{name}, F={F}", partial(rms_norm.triton, hidden, weight, 1e-6)
+            yield f"{name}, F={F}, added", partial(add_rms_norm.triton, hidden, hidden, weight, 1e-6)
+        gate = torch.empty(2, 1024, dtype=dtype)
+        yield name, partial(silu_mul.triton, gate, gate)
     rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
     yield "bf16, D=128, G=4, paper-like", partial(rival.decode, block_n=16)
     yield "bf16, D=128, G=4, gather", partial(rival.decode, position_BHS=rival.position)
@@ -231,8 +232,7 @@ class Case:
         dense_attention.triton(
             self.query, self.key, self.value, self.table, self.length, **self.options, sink_HG=self.sink
         )
-        window = self.query[:, :, :, -16:]
-        window_logits.triton(window, self.key, self.table, self.length, **self.options, longest=T)
+        window_logits.triton(self.query[:, :, :, -16:], self.key, self.table, self.length, **self.options, longest=T)
 
     def choose(self) -> None:
         """Code new keys, appended first or not, and choose for a batch by the codes of all keys."""
@@ -267,30 +267,11 @@ class Case:
         recall.triton(self.key, self.value, *refreshed, *segment, *segment, self.length_BH, heads_RH=marks)
 
 
-def _plan() -> None:
-    step = describe_step([StepRequest(mode=FAST, **NUMBERS)] * 2, work_items(2, H, 264), torch.device("cpu"))
-    split_plan.triton(step, H, 264)
-
-
-def _norm(dtype: torch.dtype, F: int) -> None:
-    rms_norm.triton(torch.empty(2, F, dtype=dtype), torch.empty(F, dtype=dtype), 1e-6)
-
-
-def _add_and_norm(dtype: torch.dtype, F: int) -> None:
-    hidden = torch.empty(2, F, dtype=dtype)
-    add_rms_norm.triton(hidden, hidden, torch.empty(F, dtype=dtype), 1e-6)
-
-
 def _rotate(dtype: torch.dtype, D: int, *, normed: bool) -> None:
     query, key = (torch.empty(2, 1, heads, D, dtype=dtype) for heads in (4 * H, H))
     angle = torch.empty(2, 1, D, dtype=dtype)
     weights = (angle[0, 0], angle[0, 0], 1e-6) if normed else ()
     rotary.triton(query, key, angle, angle, *weights)
-
-
-def _gate(dtype: torch.dtype) -> None:
-    gate = torch.empty(2, 1024, dtype=dtype)
-    silu_mul.triton(gate, gate)
 
 
 def _select(heads: int, group: int, window: int, span: int) -> None:

@@ -15,8 +15,8 @@ IMPLEMENTATIONS = {"torch": "reference", "triton": "triton", "numba": "numba"}  
 class Op(Generic[P, R]):
     """Runs the Triton kernel where a tensor is on CUDA, the reference otherwise.
 
-    `op.reference(...)`, `op.triton(...)` and `op.numba(...)` name an implementation; none falls back. They
-    have one name, in the modules `reference` and `triton` of the op's package and in `numba_ops`.
+    `op.reference(...)`, `op.triton(...)` and `op.numba(...)` name an implementation; none falls back. They have one
+    name, in the modules `reference` and `triton` of the op's package and in `numba_ops`.
     """
 
     def __init__(self, reference: Callable[P, R]) -> None:

@@ -1,15 +1,12 @@
 """Attention in PyTorch: over one segment of keys, joined by log-sum-exp, which is exact, and over blocks of a history.
 
-All references rest on it. A history may come block by block and never lie together, from a KV cache in host memory,
-or for single KV heads of a cache.
+All references rest on it. Blocks come from a KV cache in host memory, or of single KV heads of a cache.
 """
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-
-from sfi_kernels.op import check_shapes
 
 BLOCK_ELEMENTS = 1 << 24  # logits held at once by the explicit path
 
@@ -37,12 +34,6 @@ class PseudoToken(NamedTuple):
     def of(self, rows: slice) -> "PseudoToken":
         """Return the pseudo tokens of some requests."""
         return PseudoToken(self.logit_BHG[rows], self.value_BHE[rows])
-
-    def check(self, query_BHGD: torch.Tensor, width: int) -> None:
-        """Raise `ValueError` unless the pseudo tokens fit the queries and the values' width."""
-        B, H, G, _ = query_BHGD.shape
-        parts = "X"[: self.logit_BHG.dim() - 3]
-        check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *self, B=B, H=H, G=G, E=width)
 
 
 def partial_attention(

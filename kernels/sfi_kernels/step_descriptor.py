@@ -8,11 +8,9 @@
 
 Lists, table and work begin at multiples of 16 bytes, so that a kernel is compiled once for all batch sizes.
 
-A decoding request reads its packed segment, then its pages from START on. A slow one has no packed tokens and starts at
-0, so that attention ignores the mode. A unit is 64 tokens of either. A request that reads its prompt has no work here:
-the prompt's own kernel attends for it. In a mixed request some KV heads read everything and others read sparsely. START
-and PACKED describe the heads that read everything, so that the plan has work for them; a sparse head reads its own
-packed rows, then the pages from the position in MIXED on.
+A decoding request reads its packed segment, then its pages from START on; a slow one has no packed tokens and starts at
+0. A unit is 64 tokens of either. A request that reads its prompt has no work here. Some heads of a mixed request read
+everything, which START and PACKED describe; its sparse heads read packed rows, then the pages from MIXED's position on.
 """
 
 from collections.abc import Sequence
@@ -123,10 +121,9 @@ class StepDescriptor:
 class StepRequest:
     """One request of a pass, in plain numbers.
 
-    `mode` is IDLE, PROMPT, FAST or SLOW. `length` are the cached tokens, of which `count` are new: a decoding request's
-    queries. `recent_start` is the first token of the recent segment; `packed` are at least as many tokens as any KV
-    head has packed. The sparse heads of a `mixed` request read pages from `sparse_start` on, None for `recent_start`:
-    on a slow step their packed segment is still the last one, while J has grown.
+    `length` are the cached tokens, of which `count` are new: a decoding request's queries. `packed` are at least as
+    many tokens as any KV head has packed. The sparse heads of a `mixed` request read pages from `sparse_start` on, None
+    for `recent_start`: on a slow step their packed segment is still the last one, while J has grown.
     """
 
     mode: int
@@ -139,11 +136,6 @@ class StepRequest:
     sparse_start: int | None = None
 
     @property
-    def has_mixed_heads(self) -> bool:
-        """Whether the request decodes with both kinds of heads."""
-        return self.mixed and self.decodes
-
-    @property
     def decodes(self) -> bool:
         """Whether the decoding kernel attends for the request."""
         return self.mode in (FAST, SLOW)
@@ -154,9 +146,8 @@ def describe_step(
 ) -> StepDescriptor:
     """Write a descriptor on the host and send it in one copy; `split_plan` fills in the work.
 
-    `work_items` comes from `decode_attention.work_items`, 0 for a pass that decodes nothing. `into` is the buffer of an
-    earlier descriptor of as many requests and work items; None makes one. Raise `ValueError` for a decoding request
-    without a query, or with more than its kind may have.
+    `into` is the buffer of an earlier descriptor of as many requests and `work_items`; None makes one. Raise
+    `ValueError` for a decoding request without a query, or with more than its kind may have.
     """
     slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
     slow_requests = [requests[row] for row in slow]
@@ -176,7 +167,7 @@ def describe_step(
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
-    mixed = tuple(row for row, request in enumerate(requests) if request.has_mixed_heads)
+    mixed = tuple(row for row, request in enumerate(requests) if request.mixed and request.decodes)
     queries = max((request.count for request in requests if request.decodes), default=1)
     return StepDescriptor(sent(buffer, device, into), len(requests), slow, fast, longest, mixed=mixed, queries=queries)
 
@@ -190,7 +181,7 @@ def _words(request: StepRequest, evidence: int) -> list[int]:
     words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
     words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
     words[EVIDENCE], words[QUERIES] = evidence, request.count if request.decodes else 0
-    if request.has_mixed_heads:
+    if request.mixed and request.decodes:
         words[MIXED] = 1 + (request.recent_start if request.sparse_start is None else request.sparse_start)
     elif request.mode != SLOW:
         words[START], words[PACKED] = request.recent_start, request.packed

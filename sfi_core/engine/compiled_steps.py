@@ -281,8 +281,7 @@ class CompiledSteps:
         step = self._step_X
         if not step[Step.PRODUCT]:
             step[Step.PRODUCT] = views.product.address
-            reads = views.read_float32, views.read_bfloat16, views.read_float16
-            step[Step.READ] = reads[step[Step.KIND]].address
+            step[Step.READ] = views.READERS[step[Step.KIND]].address
         if step[Step.CHOOSES] and not step[Step.CHOOSE]:
             step[Step.CHOOSE] = choose.address
         self._buffers["sync"].zero_()

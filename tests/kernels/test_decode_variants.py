@@ -405,8 +405,8 @@ def test_every_query_has_a_row_and_tiles_divide_pages(capability: int, full: boo
         chip, dtype = Target(capability, 132), torch.float32 if full else torch.bfloat16
         key = torch.empty(1, 1, 64, D, dtype=dtype)
         parts = parts_of_pass(G, W, tile_shape(key, key, 64, chip), chip, full=full)
-        assert [part.kind for part in parts] == ([EACH] if W == 1 else [LAST, SEVERAL])
+        assert [kind for kind, _, _ in parts] == ([EACH] if W == 1 else [LAST, SEVERAL])
         queries = [G] if W == 1 else [G, G * W]
-        for part, rows in zip(parts, queries, strict=True):
-            assert (part.tiles - 1) * part.tile.rows < rows <= part.tiles * part.tile.rows
-            assert UNIT % part.tile.tokens == 0
+        for (_, tile, tiles), rows in zip(parts, queries, strict=True):
+            assert (tiles - 1) * tile.rows < rows <= tiles * tile.rows
+            assert UNIT % tile.tokens == 0

@@ -55,14 +55,16 @@ SCRIPTS["ptx"] = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sfi_kernels.launch import recording, Target
-from sfi_kernels.offline import _gate, _norm, _add_and_norm, _rotate, signature
+from sfi_kernels.fused import add_rms_norm, rms_norm, silu_mul
+from sfi_kernels.offline import _rotate, signature
 
+rows, weight = torch.empty(2, 2560, dtype=torch.bfloat16), torch.empty(2560, dtype=torch.bfloat16)
 runs = {
     "rotary": lambda: _rotate(torch.bfloat16, 128, normed=False),
     "rotary, normed": lambda: _rotate(torch.bfloat16, 128, normed=True),
-    "norm": lambda: _norm(torch.bfloat16, 2560),
-    "norm, added": lambda: _add_and_norm(torch.bfloat16, 2560),
-    "gate": lambda: _gate(torch.bfloat16),
+    "norm": lambda: rms_norm.triton(rows, weight, 1e-6),
+    "norm, added": lambda: add_rms_norm.triton(rows, rows, weight, 1e-6),
+    "gate": lambda: silu_mul.triton(rows, rows),
 }
 for name, run in runs.items():
     with recording(Target(90, 132)) as record:

@@ -5,8 +5,8 @@ for a large tile: `LAST` for requests with one query, the last of W; `SEVERAL` f
 draft. A program whose request belongs to the other launch returns at once.
 """
 
-from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ SMALLEST = 16  # tensor cores take no fewer rows
 LARGE_SHARED, SMALL_SHARED = (90, 100, 103), (86, 89, 120, 121)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # of a thread, without spills; left alone, the compiler spills for more programs. Two split programs of 128 threads fit
-# a processor with either, as many as shared memory allows. Half precision leaves 12,288 registers beside them, enough
-# for a program of the Selector, of top-k's counts or of pack; float32 has twice the threads.
+# a processor with either. Half precision leaves enough beside them for a program of the Selector, of top-k or of pack.
 REGISTERS, HALF_REGISTERS = 255, 208
 FLOAT32_NUMBERS = 4096  # of a tile of queries in float32, whose products run in registers
 EACH, LAST, SEVERAL = range(3)
@@ -29,8 +28,7 @@ FEW, MANY, MOST = 32, 64, 128  # rows of a tile
 NARROW, WIDE = 64, 128  # padded width of a head
 
 
-@dataclass(frozen=True, slots=True)
-class TileShape:
+class TileShape(NamedTuple):
     """A tile: keys of one page, padded widths of key and value, and tiles in the pipeline (`stages`)."""
 
     tokens: int
@@ -72,8 +70,7 @@ def tile_shape(key: torch.Tensor, value: torch.Tensor, page_size: int, target: T
     """Choose the tile for pages of keys and values; raise `KernelLimitError` beyond `check_limits`."""
     D, E = key.shape[-1], value.shape[-1]
     _check_tile(D, E, page_size)
-    key_width, value_width = padded(D), padded(E)
-    tokens = 64
+    key_width, value_width, tokens = padded(D), padded(E), 64
     # float32 products run in registers, which a tile of half the bytes does not overflow
     most = STAGE_BYTES // (2 if key.dtype == torch.float32 else 1)
     while tokens > SMALLEST and (page_size % tokens or tokens * (key_width + value_width) * key.itemsize > most):
@@ -86,12 +83,10 @@ def padded(size: int) -> int:
     return max(SMALLEST, 1 << (size - 1).bit_length())
 
 
-@dataclass(frozen=True, slots=True)
-class QueryTile:
-    """What a program of an attention kernel holds and reads at once.
+class QueryTile(NamedTuple):
+    """What a program of an attention kernel holds and reads at once; the keys of a tile, `tokens`, lie in one page.
 
-    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own. The keys
-    of a tile, `tokens`, lie in one page. `stages` is the depth of the software pipeline.
+    `rows` are queries times query heads, 16 to 128; each of the `warps` takes 16 rows or columns of its own.
     """
 
     rows: int
@@ -101,31 +96,26 @@ class QueryTile:
     registers: int = REGISTERS
 
 
-@dataclass(frozen=True, slots=True)
-class PartOfPass:
-    """A launch of the split kernel, EACH, LAST or SEVERAL: its tile, and how many of these a request's queries need."""
+def parts_of_pass(
+    group: int, queries: int, tile: TileShape, target: Target, *, full: bool
+) -> list[tuple[int, QueryTile, int]]:
+    """Choose the split kernel's launches in a pass with W = `queries`; `full` are numbers of 32 bits.
 
-    kind: int
-    tile: QueryTile
-    tiles: int = 1
-
-
-def parts_of_pass(group: int, queries: int, tile: TileShape, target: Target, *, full: bool) -> list[PartOfPass]:
-    """Choose the launches of a pass with W = `queries`, in tiles that pages allow; `full` are numbers of 32 bits."""
+    Of each launch: EACH, LAST or SEVERAL, its tile, which pages allow, and how many of these a request's queries need.
+    """
     # float32 products run in registers, which need more threads
     registers, warps = (REGISTERS, 8) if full else (HALF_REGISTERS, 4)
     single = QueryTile(padded(group), warps, tile.tokens, tile.stages, registers)
     if queries == 1:
-        return [PartOfPass(EACH, single)]
+        return [(EACH, single, 1)]
     several = several_queries_tile(group * queries, tile, target, full=full)
-    return [PartOfPass(LAST, single), PartOfPass(SEVERAL, several, -(-group * queries // several.rows))]
+    return [(LAST, single, 1), (SEVERAL, several, -(-group * queries // several.rows))]
 
 
 def several_queries_tile(queries: int, tile: TileShape, target: Target, *, full: bool) -> QueryTile:
     """Choose the tile for requests that verify a draft; `queries` counts each query head.
 
-    A processor fits two programs of 4 warps, or one of 8. Half the keys in a tile free registers for twice
-    the queries; one more stage keeps as many bytes in flight.
+    Half the keys in a tile free registers for twice the queries; one more stage keeps as many bytes in flight.
     """
     if full:
         rows = min(padded(queries), FEW, FLOAT32_NUMBERS // tile.key_width)

@@ -76,37 +76,11 @@ def finish(peak, total, out):
 
 
 @triton.jit
-def add_pseudo(out, lse, logit, value):
-    """Add a pseudo token to a finished softmax; a logit of -inf changes no bit."""
-    peak = tl.maximum(lse, logit)
-    # a row may have seen nothing and have no pseudo token either
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    own, other = tl.exp2((lse - base) * LOG2E), tl.exp2((logit - base) * LOG2E)
-    total = tl.where(own + other > 0.0, own + other, 1.0)
-    joined = out * (own / total)[:, None] + value[None, :] * (other / total)[:, None]
-    has_one = logit != float("-inf")
-    return tl.where(has_one[:, None], joined, out), tl.where(has_one, log_sum(peak, total), lse)
-
-
-@triton.jit
 def add_sink(out, lse, sink):
     """Give a learned sink its share of the softmax; it has no value."""
     peak = tl.maximum(lse, sink)
-    own = tl.exp2((lse - peak) * LOG2E)
-    return out * (own / (own + tl.exp2((sink - peak) * LOG2E)))[:, None]
-
-
-@triton.jit
-def _joined_parts(part_ptr, own, parts):
-    """Return the log-sum-exp of a logit's parts; of one part it is that part, to the bit."""
-    peak = tl.full(part_ptr.shape, float("-inf"), tl.float32)
-    total = tl.zeros(part_ptr.shape, tl.float32)
-    for begin in range(0, parts, PARTS):
-        place = begin + tl.arange(0, PARTS)[None, :]
-        mask = own[:, None] & (place < parts)
-        part = tl.load(part_ptr[:, None] + place, mask=mask, other=float("-inf"))
-        peak, total = add_sum(peak, total, part)
-    return log_sum(peak, total)
+    weight = tl.exp2((lse - peak) * LOG2E)
+    return out * (weight / (weight + tl.exp2((sink - peak) * LOG2E)))[:, None]
 
 
 @triton.jit
@@ -117,10 +91,25 @@ def add_terms(
 ):  # fmt: skip
     """Add the terms of the softmax that are no keys: a pseudo token and a learned sink."""
     if PSEUDO:
+        part_ptr = pseudo_logit_ptr + (pair * G + g) * pseudo_parts
+        peak, total = tl.full(g.shape, float("-inf"), tl.float32), tl.zeros(g.shape, tl.float32)
+        for begin in range(0, pseudo_parts, PARTS):
+            place = begin + tl.arange(0, PARTS)[None, :]
+            mask = (g < G)[:, None] & (place < pseudo_parts)
+            part = tl.load(part_ptr[:, None] + place, mask=mask, other=float("-inf"))
+            peak, total = add_sum(peak, total, part)
+        logit = log_sum(peak, total)  # of one part it is that part, to the bit
         e = tl.arange(0, BLOCK_E)
-        logit = _joined_parts(pseudo_logit_ptr + (pair * G + g) * pseudo_parts, g < G, pseudo_parts)
         value = tl.load(pseudo_value_ptr + pair * E + e, mask=e < E, other=0.0)
-        out, lse = add_pseudo(out, lse, logit, value)
+        peak = tl.maximum(lse, logit)
+        # a row may have seen nothing and have no pseudo token either
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        weight, other = tl.exp2((lse - base) * LOG2E), tl.exp2((logit - base) * LOG2E)
+        total = tl.where(weight + other > 0.0, weight + other, 1.0)
+        joined = out * (weight / total)[:, None] + value[None, :] * (other / total)[:, None]
+        has_one = logit != float("-inf")  # without one no bit changes
+        out = tl.where(has_one[:, None], joined, out)
+        lse = tl.where(has_one, log_sum(peak, total), lse)
     if SINKS:
         out = add_sink(out, lse, tl.load(sink_ptr + h * G + g, mask=g < G, other=0.0))
     return out

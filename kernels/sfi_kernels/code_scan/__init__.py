@@ -8,15 +8,5 @@ encode_keys = Op(reference.encode_keys)
 code_tokens = Op(reference.code_tokens)
 code_scan = Op(reference.code_scan)
 
-__all__ = [
-    "KEPT",
-    "SLOTS",
-    "BatchCodes",
-    "Choice",
-    "CodeBasis",
-    "bits_of",
-    "code_scan",
-    "code_tokens",
-    "encode_keys",
-    "words",
-]
+__all__ = ["KEPT", "SLOTS", "BatchCodes", "Choice", "CodeBasis", "bits_of", "words"]
+__all__ += ["code_scan", "code_tokens", "encode_keys"]

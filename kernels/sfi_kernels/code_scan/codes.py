@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from sfi_kernels.partial_attention import PseudoToken
 
@@ -32,15 +33,10 @@ class CodeBasis(NamedTuple):
     encode_HDC: torch.Tensor
     query_HDC: torch.Tensor
 
-    @property
-    def encode_HWDC(self) -> torch.Tensor:
-        """The keys' projections by word."""
-        return self.encode_HDC.reshape(*self.encode_HDC.shape[:2], SLOTS, -1).permute(0, 3, 1, 2)
 
-    @property
-    def query_HWCD(self) -> torch.Tensor:
-        """The queries' projections by word and slot."""
-        return self.query_HDC.reshape(*self.query_HDC.shape[:2], SLOTS, -1).permute(0, 3, 2, 1)
+def by_word(basis_HDC: torch.Tensor) -> torch.Tensor:
+    """Return projections to channels by word, [H, W, D, slots]."""
+    return basis_HDC.reshape(*basis_HDC.shape[:2], SLOTS, -1).permute(0, 3, 1, 2)
 
 
 def words(D: int) -> int:
@@ -85,8 +81,7 @@ class BatchCodes(NamedTuple):
 
     def grown(self, capacity: int) -> "BatchCodes":
         """Return a copy for at least `capacity` tokens of a request."""
-        more = capacity - self.word_BHWT.shape[3]
-        return self._replace(word_BHWT=torch.nn.functional.pad(self.word_BHWT, (0, more)))
+        return self._replace(word_BHWT=pad(self.word_BHWT, (0, capacity - self.word_BHWT.shape[3])))
 
     def of(self, rows: slice) -> "BatchCodes":
         """Return some rows, over the same memory."""
@@ -95,7 +90,7 @@ class BatchCodes(NamedTuple):
     def learn(self, row: int, basis: CodeBasis) -> None:
         """Give a row its basis."""
         self.mean_BHD[row] = basis.mean_HD
-        self.encode_BHWDC[row], self.query_BHWCD[row] = basis.encode_HWDC, basis.query_HWCD
+        self.encode_BHWDC[row], self.query_BHWCD[row] = by_word(basis.encode_HDC), by_word(basis.query_HDC).mT
 
 
 class Choice(NamedTuple):

@@ -1,24 +1,37 @@
 """Choosing keys by their codes, in PyTorch, request by request."""
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
 from sfi_kernels import step_descriptor as step
-from sfi_kernels.code_scan.codes import BITS, DROPPED, KEPT, LOWEST, SHIFTS, SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.code_scan.codes import (
+    BITS,
+    DROPPED,
+    KEPT,
+    LOWEST,
+    SHIFTS,
+    SLOTS,
+    BatchCodes,
+    Choice,
+    CodeBasis,
+    by_word,
+    words,
+)
 from sfi_kernels.op import check_int32, check_pages, check_shapes
 from sfi_kernels.pack import append
 from sfi_kernels.pack.reference import check_append
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.step_descriptor import NewRows, StepDescriptor
+from sfi_kernels.step_descriptor import StepDescriptor
 from sfi_kernels.top_k import top_k
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
     """Code the keys of one request, [H, T, D]: words of 16 channels, [H, W, T] int32."""
     check_basis(key_HTD, basis)
-    return words_of(key_HTD, basis.mean_HD, basis.encode_HWDC)
+    return words_of(key_HTD, basis.mean_HD, by_word(basis.encode_HDC))
 
 
 def code_tokens(
@@ -29,7 +42,7 @@ def code_tokens(
     They are in the pages, or among the descriptor's `new` rows, which are appended first.
     """
     check_codes(key_PHND, block_table_BP, descriptor, codes)
-    append_new(key_PHND, block_table_BP, descriptor)
+    append_new(key_PHND, block_table_BP, descriptor, append.reference)
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[step.MODE] >= step.FAST:
             start, stop = numbers[step.LENGTH] - numbers[step.QUERIES], numbers[step.LENGTH]
@@ -95,9 +108,11 @@ def code_scan(
 def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the keys of one request that are likeliest, in the mean over the query heads of a KV head.
 
-    Of the candidates, with logits in float32, not NaN, the `budget` with the highest `coarse_score` are chosen, fewer
-    than T; the lower position wins a tie. Return index_HK, int32, ascending, and the log of `rest` times the summed
-    exponentials of the other keys' logits, unread_HG, float32; -inf if that is 0.
+    Of the candidates, with logits in float32, not NaN, the `budget` with the highest scores are chosen, fewer than T;
+    the lower position wins a tie. The 256 scores are a probability's exponent and 3 bits of the mantissa, from 2^-32 to
+    1: keys of one score differ by an eighth, less than what their codes leave open, and a histogram finds the
+    threshold. Return index_HK, int32, ascending, and the log of `rest` times the summed exponentials of the other keys'
+    logits, unread_HG, float32; -inf if that is 0.
     """
     check_shapes("logits HGT", logits_HGT)
     if not 0 < budget < logits_HGT.shape[2]:
@@ -105,19 +120,11 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
     H, G, _ = logits_HGT.shape
     log_sum_HG = logits_HGT.logsumexp(-1)
     weight_HGT = (logits_HGT - log_sum_HG[..., None]).exp()
-    index_HK = top_k.reference(coarse_score(weight_HGT.mean(1))[None], budget)[0]
+    score_HT = ((weight_HGT.mean(1).float().view(torch.int32) >> DROPPED) - LOWEST).clamp_(0, 255).float()
+    index_HK = top_k.reference(score_HT[None], budget)[0]
     read_HGK = weight_HGT.gather(2, index_HK.long()[:, None].expand(H, G, -1))
     unread_HG = (1 - read_HGK.sum(-1)).clamp_min(0) * rest
     return index_HK, log_sum_HG + unread_HG.log()
-
-
-def coarse_score(weight_HT: torch.Tensor) -> torch.Tensor:
-    """Round probabilities to 256 scores: their exponent and 3 bits of the mantissa, from 2^-32 to 1.
-
-    Two keys with one score differ by an eighth, less than what their codes leave open. A histogram finds the threshold.
-    """
-    bits_HT = weight_HT.float().view(torch.int32)
-    return ((bits_HT >> DROPPED) - LOWEST).clamp_(0, 255).float()
 
 
 def diagnosed(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -184,22 +191,16 @@ def check_codes(
     check_shapes(names, key_PHND, codes.word_BHWT, *codes[:3], block_table_BP, B=descriptor.batch, C=SLOTS)
     numbers = {"words": codes.word_BHWT, "summed": codes.summed_BH, "block_table": block_table_BP}
     check_int32(key_PHND.device, **numbers)
-    if descriptor.new is not None:
-        check_append(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
+    append_new(key_PHND, block_table_BP, descriptor, check_append)
 
 
-def append_new(key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor) -> None:
-    """Append the descriptor's `new` rows, if it has any."""
-    if descriptor.new is not None:
-        append.reference(*_appended(key_PHND, block_table_BP, descriptor, descriptor.new))
-
-
-def _appended(
-    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, new: NewRows
-) -> tuple[torch.Tensor, ...]:
-    # the arguments of `append`
-    which = descriptor.append_start_B, descriptor.append_count_B
-    return *new[:2], *which, key_PHND, new.value_PHNE, new.norm_PHN, block_table_BP
+def append_new(
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, call: Callable[..., None]
+) -> None:
+    """Give the descriptor's `new` rows, if it has any, to `append`, or to what takes its arguments."""
+    if (new := descriptor.new) is not None:
+        which = descriptor.append_start_B, descriptor.append_count_B
+        call(*new[:2], *which, key_PHND, new.value_PHNE, new.norm_PHN, block_table_BP)
 
 
 def check(

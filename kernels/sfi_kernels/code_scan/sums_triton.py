@@ -1,9 +1,7 @@
 """How keys become words, in the launch that codes a prompt's, and in the first one of a choice.
 
-The first launch: append and code the new keys, move values into the sum over J, sum exponentials by chunk.
-
-A KV head's first program codes and sums; the keys that it codes are not in J. The others take chunks of J, and leave
-their logits and each chunk's log-sum-exp for every query head.
+Of that, a KV head's first program appends and codes the new keys, which J has not, and adds values to the sum over J.
+The others take chunks of J, and leave their logits and each chunk's log-sum-exp for every query head.
 """
 
 import triton
@@ -60,15 +58,15 @@ def _encode_keys_kernel(
     h = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     s, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
-    own = t < T
-    key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, own, D, BLOCK_D)
+    valid = t < T
+    key = rows(key_ptr + h * head_stride, t.to(tl.int64), token_stride, valid, D, BLOCK_D)
     mean = tl.load(mean_ptr + h * D + d, mask=d < D, other=0.0)
     centered = key.to(tl.float32) - mean[None, :]
     half, shift = fields()
     basis_ptr += (h * D + d[:, None]) * (SLOTS * W) + s[None, :] * W
     for w in range(W):
         basis = tl.load(basis_ptr + w, mask=d[:, None] < D, other=0.0)
-        tl.store(word_ptr + (h * W + w) * T + t, coded(centered, basis, half, shift), mask=own)
+        tl.store(word_ptr + (h * W + w) * T + t, coded(centered, basis, half, shift), mask=valid)
 
 
 @triton.jit
@@ -79,14 +77,14 @@ def candidates(table_ptr, request):
 
 
 @triton.jit
-def logits_at(pair, g, t, own, capacity, G: tl.constexpr):
+def logits_at(pair, g, t, valid, capacity, G: tl.constexpr):
     """Return where the logits of positions `t` lie among [B, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
-    return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & own[None, :]
+    return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & valid[None, :]
 
 
 @triton.jit
 def chunk_logits(
-    factor_ptr, word_ptr, t, own, capacity, g,
+    factor_ptr, word_ptr, t, valid, capacity, g,
     W: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Return the logits of a chunk, [BLOCK_G, CHUNK], from the factors of its channels, [1 + 16 W, G].
@@ -97,7 +95,7 @@ def chunk_logits(
     constant = tl.load(factor_ptr + g, mask=g < G, other=0.0)
     logits = constant[:, None] + tl.zeros([BLOCK_G, CHUNK], tl.float32)
     for w in range(W):
-        word = tl.load(word_ptr + w * capacity + t, mask=own, other=0)
+        word = tl.load(word_ptr + w * capacity + t, mask=valid, other=0)
         low, high = word << 1, word >> LIFT
         for slot in tl.static_range(SLOTS):
             at = factor_ptr + (1 + w * SLOTS + slot) * G + g
@@ -110,61 +108,11 @@ def chunk_logits(
 
 @triton.jit
 def _token_rows(
-    pages_ptr, table, t, own, h, PAGE: tl.constexpr, STRIDES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    pages_ptr, table, t, valid, h, PAGE: tl.constexpr, STRIDES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    page = tl.load(table + t // PAGE, mask=own, other=0)
+    page = tl.load(table + t // PAGE, mask=valid, other=0)
     where = row_start(page, h, t % PAGE, STRIDES)
-    return rows(pages_ptr, where, 1, own, WIDTH, BLOCK).to(tl.float32)
-
-
-@triton.jit
-def _code_tokens(
-    new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, table, mean_ptr, encode_ptr, word_ptr,
-    capacity, h, start, stop, T, key_token_stride, value_token_stride,
-    KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, H: tl.constexpr, PAGE: tl.constexpr,
-    W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    APPENDS: tl.constexpr,
-):  # fmt: skip
-    """Code the keys of positions `start` to `stop` - 1, the last of T new ones if they are appended first."""
-    slot, d = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
-    half, shift = fields()
-    mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
-    for begin in range(start, stop, TOKENS):
-        t = begin + tl.arange(0, TOKENS)
-        own = t < stop
-        if APPENDS:
-            page = tl.load(table + t // PAGE, mask=own, other=0)
-            key = append_rows(
-                new_key_ptr, new_value_ptr, key_ptr, value_ptr, norm_ptr, page, t % PAGE, h,
-                (T - stop + t).to(tl.int64), own, H, PAGE, key_token_stride, value_token_stride,
-                KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
-            )  # fmt: skip
-        else:
-            key = _token_rows(key_ptr, table, t, own, h, PAGE, KEY_STRIDES, D, BLOCK_D)
-        for w in range(W):
-            where = encode_ptr + (w * D + d[:, None]) * SLOTS + slot[None, :]
-            encode = tl.load(where, mask=d[:, None] < D, other=0.0)
-            tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=own)
-
-
-@triton.jit
-def _mean_value(
-    value_ptr, table, sum_ptr, summed_ptr, mean_value_ptr, h, first, stop,
-    PAGE: tl.constexpr, STRIDES: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
-):  # fmt: skip
-    """Add the values up to `stop` to the sum, and store the mean value of J."""
-    e = tl.arange(0, BLOCK_E)
-    known = tl.load(summed_ptr)
-    total = tl.load(sum_ptr + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
-    begin = tl.where(known > 0, known, first)
-    for at in range(begin, stop, TOKENS):
-        t = at + tl.arange(0, TOKENS)
-        value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, STRIDES, E, BLOCK_E)
-        total += tl.sum(value, 0)
-    end = tl.maximum(begin, stop)
-    tl.store(sum_ptr + e, total, mask=e < E)
-    tl.store(summed_ptr, end)
-    tl.store(mean_value_ptr + e, total / tl.maximum(end - first, 1).to(tl.float32), mask=e < E)
+    return rows(pages_ptr, where, 1, valid, WIDTH, BLOCK).to(tl.float32)
 
 
 @triton.jit
@@ -209,27 +157,48 @@ def _code_scan_sums_kernel(
     mean_ptr += pair * D
     if program < 0:
         length = tl.load(table_ptr + request * WORDS + LENGTH)
-        if mode >= FAST:
-            _code_tokens(
-                new_key_ptr + request * key_batch_stride + h * key_head_stride,
-                new_value_ptr + request * value_batch_stride + h * value_head_stride,
-                key_ptr, value_ptr, norm_ptr, table, mean_ptr, encode_ptr + pair * W * D * SLOTS, word_ptr,
-                capacity, h, length - tl.load(table_ptr + request * WORDS + QUERIES), length, T,
-                key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, H, PAGE,
-                W, D, E, BLOCK_D, BLOCK_E, APPENDS,
-            )  # fmt: skip
+        d, e, slot = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, SLOTS)
+        if mode >= FAST:  # code the new keys, the last of T if they are appended first
+            half, shift = fields()
+            mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+            for begin in range(length - tl.load(table_ptr + request * WORDS + QUERIES), length, TOKENS):
+                t = begin + tl.arange(0, TOKENS)
+                valid = t < length
+                if APPENDS:
+                    key = append_rows(
+                        new_key_ptr + request * key_batch_stride + h * key_head_stride,
+                        new_value_ptr + request * value_batch_stride + h * value_head_stride, key_ptr, value_ptr,
+                        norm_ptr, tl.load(table + t // PAGE, mask=valid, other=0), t % PAGE, h,
+                        (T - length + t).to(tl.int64), valid, H, PAGE, key_token_stride, value_token_stride,
+                        KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+                    )  # fmt: skip
+                else:
+                    key = _token_rows(key_ptr, table, t, valid, h, PAGE, KEY_STRIDES, D, BLOCK_D)
+                for w in range(W):
+                    where = encode_ptr + ((pair * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
+                    encode = tl.load(where, mask=d[:, None] < D, other=0.0)
+                    tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=valid)
         if CHOOSE:
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
             if mode == FAST:
-                _mean_value(
-                    value_ptr, table, sum_ptr + pair * E, summed_ptr + pair, mean_value_ptr + pair * E, h,
-                    first, stop, PAGE, VALUE_STRIDES, E, BLOCK_E,
-                )  # fmt: skip
-                g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+                # add the values up to `stop` to the sum, and store the mean value of J
+                known = tl.load(summed_ptr + pair)
+                total = tl.load(sum_ptr + pair * E + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
+                begin = tl.where(known > 0, known, first)
+                for at in range(begin, stop, TOKENS):
+                    t = at + tl.arange(0, TOKENS)
+                    value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, VALUE_STRIDES, E, BLOCK_E)
+                    total += tl.sum(value, 0)
+                end = tl.maximum(begin, stop)
+                tl.store(sum_ptr + pair * E + e, total, mask=e < E)
+                tl.store(summed_ptr + pair, end)
+                mean_value = total / tl.maximum(end - first, 1).to(tl.float32)
+                tl.store(mean_value_ptr + pair * E + e, mean_value, mask=e < E)
+                g = tl.arange(0, BLOCK_G)
                 query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
                 where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
-                own = (g[:, None] < G) & (d[None, :] < D)
-                tl.store(recent_ptr + where * D + d[None, :], query, mask=own)
+                valid = (g[:, None] < G) & (d[None, :] < D)
+                tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
         return
     chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
     chunk = tl.maximum(chunk, first // CHUNK)
@@ -242,12 +211,11 @@ def _code_scan_sums_kernel(
     _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D)
     for own_chunk in range(chunk, stop_chunk):
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)
-        own = (t >= first) & (t < stop)
-        logits = chunk_logits(factor_ptr, word_ptr, t, own, capacity, g, W, G, BLOCK_G, CHUNK)
-        at, mask = logits_at(pair, g, t, own, capacity, G)
+        valid = (t >= first) & (t < stop)
+        logits = chunk_logits(factor_ptr, word_ptr, t, valid, capacity, g, W, G, BLOCK_G, CHUNK)
+        at, mask = logits_at(pair, g, t, valid, capacity, G)
         tl.store(logit_ptr + at, logits, mask=mask)
-        peak, total = add_sum(
-            tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32),
-            tl.where(own[None, :], logits, float("-inf")),
-        )  # fmt: skip
+        nothing = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        in_J = tl.where(valid[None, :], logits, float("-inf"))
+        peak, total = add_sum(nothing, tl.zeros([BLOCK_G], tl.float32), in_J)
         tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, log_sum(peak, total), mask=g < G)

@@ -1,7 +1,7 @@
 """Choosing keys by their codes in Triton: three launches for a whole batch, the same at every step.
 
-The second scores the keys of J and counts the scores, the third takes the best. A score has 8 bits
-(`reference.coarse_score`), so that one histogram finds the threshold. Both read the logits that the first launch left.
+The second counts the scores of the keys of J (`reference.choose_likeliest`), the third takes the best. Both read the
+logits that the first left.
 """
 
 from typing import Any
@@ -34,19 +34,6 @@ COLUMNS = tl.constexpr(257)  # counts of scores at or above each one, then 0
 JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
 
 
-@triton.jit
-def _joined_sums(lse_ptr, g, first_chunk, stop_chunk, G: tl.constexpr, BLOCK_G: tl.constexpr):
-    """Join the chunks' log-sum-exps, [BLOCK_G]."""
-    peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    for begin in range(first_chunk, stop_chunk, JOINED):
-        chunk = begin + tl.arange(0, JOINED)
-        mask = (g < G)[:, None] & (chunk < stop_chunk)[None, :]
-        part = tl.load(lse_ptr + chunk[None, :] * G + g[:, None], mask=mask, other=float("-inf"))
-        peak, total = add_sum(peak, total, part)
-    return log_sum(peak, total)
-
-
 @triton.jit(do_not_specialize=["capacity", "budget"])
 def _code_scan_score_kernel(
     table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
@@ -58,34 +45,29 @@ def _code_scan_score_kernel(
     if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         return
     g, t = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK)
-    own = (t >= first) & (t < stop)
+    valid = (t >= first) & (t < stop)
     lse_ptr += pair * chunks * G
-    lse = _joined_sums(lse_ptr, g, first // CHUNK, tl.cdiv(stop, CHUNK), G, BLOCK_G)
+    # join the chunks' log-sum-exps
+    peak, total = tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32)
+    for other in range(first // CHUNK, tl.cdiv(stop, CHUNK), JOINED):
+        place = other + tl.arange(0, JOINED)
+        mask = (g < G)[:, None] & (place < tl.cdiv(stop, CHUNK))[None, :]
+        part = tl.load(lse_ptr + place[None, :] * G + g[:, None], mask=mask, other=float("-inf"))
+        peak, total = add_sum(peak, total, part)
+    lse = log_sum(peak, total)
     tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
-    at, mask = logits_at(pair, g, t, own, capacity, G)
+    at, mask = logits_at(pair, g, t, valid, capacity, G)
     logits = tl.load(logit_ptr + at, mask=mask, other=0.0)
     weight = tl.exp2((logits - lse[:, None]) * LOG2E)
     mean = tl.sum(tl.where((g < G)[:, None], weight, 0.0), 0) / G
     score = (mean.to(tl.int32, bitcast=True) >> DROPPED) - LOWEST
     score = tl.minimum(tl.maximum(score, 0), BINS - 1)
-    tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=own)
-    counts, bins = tl.histogram(score, BINS, mask=own), tl.arange(0, BINS)
+    tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=valid)
+    counts, bins = tl.histogram(score, BINS, mask=valid), tl.arange(0, BINS)
     chunk_ptr += (pair * chunks + chunk) * COLUMNS
     tl.store(chunk_ptr + bins, tl.cumsum(counts, reverse=True))
     tl.store(chunk_ptr + BINS, 0)
     tl.atomic_add(counts_ptr + pair * BINS + bins, counts, mask=counts > 0, sem="relaxed")
-
-
-@triton.jit
-def _write_ends(index_ptr, position_ptr, length_ptr, first, count, budget, S, CHUNK: tl.constexpr):
-    """Write sinks, padding and the number of positions."""
-    taken = tl.minimum(tl.maximum(count, 0), budget)
-    for begin in range(0, S, CHUNK):
-        s = begin + tl.arange(0, CHUNK)
-        tl.store(position_ptr + s, s, mask=(s < first) & (s < S))
-        tl.store(position_ptr + s, -1, mask=(s >= first + taken) & (s < S))
-        tl.store(index_ptr + s, -1, mask=(s >= taken) & (s < budget))
-    tl.store(length_ptr, first + taken)
 
 
 @triton.jit(do_not_specialize=["capacity", "budget", "S"])
@@ -100,17 +82,23 @@ def _code_scan_choose_kernel(
     index_ptr += pair * budget
     position_ptr += pair * S
     rest_ptr += (pair * G + g) * chunks + chunk
-    if (mode == FAST) & (chunk == 0):
-        _write_ends(index_ptr, position_ptr, length_ptr + pair, first, count, budget, S, CHUNK)
+    if (mode == FAST) & (chunk == 0):  # sinks, padding and the number of positions
+        chosen = tl.minimum(tl.maximum(count, 0), budget)
+        for s_begin in range(0, S, CHUNK):
+            s = s_begin + tl.arange(0, CHUNK)
+            tl.store(position_ptr + s, s, mask=(s < first) & (s < S))
+            tl.store(position_ptr + s, -1, mask=(s >= first + chosen) & (s < S))
+            tl.store(index_ptr + s, -1, mask=(s >= chosen) & (s < budget))
+        tl.store(length_ptr + pair, first + chosen)
     if (mode != FAST) | (count <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         tl.store(rest_ptr, float("-inf"), mask=g < G)
     if (mode != FAST) | (begin >= stop) | (begin + CHUNK <= first):
         return
     t = begin + tl.arange(0, CHUNK)
-    own = (t >= first) & (t < stop)
+    valid = (t >= first) & (t < stop)
     if count <= budget:
-        tl.store(index_ptr + t - first, t, mask=own)
-        tl.store(position_ptr + t, t, mask=own)
+        tl.store(index_ptr + t - first, t, mask=valid)
+        tl.store(position_ptr + t, t, mask=valid)
         return
     bins = tl.arange(0, BINS)
     counts = tl.load(counts_ptr + pair * BINS + bins)
@@ -123,8 +111,8 @@ def _code_scan_choose_kernel(
     above = tl.sum(tl.load(column_ptr + 1, mask=before, other=0))
     equal = tl.sum(tl.load(column_ptr, mask=before, other=0)) - above
     # Eq. 24
-    score = tl.load(score_ptr + pair * capacity + t, mask=own, other=0).to(tl.int32)
-    best, tied = own & (score > pivot), own & (score == pivot)
+    score = tl.load(score_ptr + pair * capacity + t, mask=valid, other=0).to(tl.int32)
+    best, tied = valid & (score > pivot), valid & (score == pivot)
     # both counts in one scan, of 16 bits each
     each = best.to(tl.int32) + tied.to(tl.int32) * 65536
     ahead = tl.cumsum(each) - each

@@ -1,7 +1,4 @@
-"""Attention of a decoding step: fast and slow requests together, or fast ones alone (Secs. 4.1, 4.2).
-
-The split plan, made on the device each step, splits the requests' keys over the processors.
-"""
+"""Attention of a decoding step: fast and slow requests together, or fast ones alone (Secs. 4.1, 4.2)."""
 
 from sfi_kernels.decode_attention import reference
 from sfi_kernels.decode_attention.reference import DecodeAttention, resident_programs, work_items

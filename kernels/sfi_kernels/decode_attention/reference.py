@@ -13,11 +13,9 @@ from sfi_kernels.partial_attention import PseudoToken, combine, partial_attentio
 from sfi_kernels.step_descriptor import StepDescriptor
 
 MIN_UNITS, MAX_SPLITS = 2, 64
-# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values,
-# of 128 numbers each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132
-# processors. A wave takes about 4 us more, for its last stores and for the work item, the request's
-# words, the page numbers and the first tile, which wait for each other. Joining costs nothing that
-# decides: a program loads all parts of a query head at once, half a KB a split, 1/64 of a unit.
+# In units: what a wave costs beyond its own. Reckoned, not measured: a unit of bfloat16 keys and values, of 128 numbers
+# each, is 32 KB, 2 us at a program's share of 4.3 TB/s, two programs on each of 132 processors. A wave takes about 4 us
+# more, for its last stores and for loads that wait for each other. Joining is cheap: half a KB a split, 1/64 of a unit.
 OVERHEAD = 2
 CANDIDATES = 8  # sizes of work items that are tried
 
@@ -25,9 +23,9 @@ CANDIDATES = 8  # sizes of work items that are tried
 class DecodeAttention(NamedTuple):
     """The result of a step's attention, in the query's dtype; zeros for padding and for an idle request.
 
-    `logits_BHGWT` are those of the slow requests in order, one query each (W = 1), T the longest's length, float32:
-    -inf where that query may not look and for the sparse heads of a mixed request, undefined beyond a request's own
-    length; `log_sum_BHGW` is their log-sum-exp over J, -inf of nothing. Both are None without evidence.
+    `logits_BHGWT` are those of the slow requests' last queries (W = 1), T the longest's length, float32: -inf for the
+    sparse heads of a mixed request, undefined beyond a request's length; `log_sum_BHGW` is their log-sum-exp over J,
+    -inf of nothing. Both are None without evidence.
     """
 
     out_BHGWE: torch.Tensor
@@ -273,21 +271,20 @@ def check(
     if sink is not None:
         check_shapes("sink HG", sink, H=H, G=G)
     if pseudo is not None:
-        pseudo.check(query[:, :, :, 0], value.shape[3])
+        parts = "X"[: pseudo.logit_BHG.dim() - 3]
+        check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *pseudo, B=B, H=H, G=G, E=value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
     check_pages(query, "query", key=key, value=value)
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
-    if dense is not None:
-        check_shapes("dense BH", dense, B=B, H=H)
-        check_int32(query.device, dense=dense)
+    for name, letters, marks in (("dense", "BH", dense), ("position", "BHS", position)):
+        if marks is not None:
+            check_shapes(f"{name} {letters}", marks, B=B, H=H)
+            check_int32(query.device, **{name: marks})
     if descriptor.mixed is not None and bool(descriptor.mixed) != (dense is not None):
         rule = "must be given for" if dense is None else "must be None without"
         got = f"rows {descriptor.mixed}" if dense is None else f"a tensor of {list(dense.shape)}"
         raise ValueError(f"dense {rule} mixed requests, got {got}")
-    if position is not None:
-        check_shapes("position BHS", position, B=B, H=H)
-        check_int32(query.device, position=position)
     for name, other in (("pseudo", pseudo), ("position", position)):
         if other is not None and dense is not None:
             raise ValueError(f"{name} must be None in a step with mixed requests, got both")

@@ -5,8 +5,7 @@ first the packed units, then those from the recent segment on. These are fewer a
 unit writes a part of weight zero. They can be one more, where the packed rows cover everything before a recent segment
 that begins inside a unit: the last item reads all that is left.
 
-Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer. Every function has
-one `return`: Triton compiles what follows a `return` in a branch too, and wants one type.
+Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
 """
 
 import triton
@@ -34,76 +33,6 @@ EVIDENCE, SPLITS, MIXED = (tl.constexpr(word) for word in (words.EVIDENCE, words
 
 
 @triton.jit
-def work_item(W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Return the program's work item, its tile of a request's queries, and how many tiles these have."""
-    item, row_tile, tiles = tl.program_id(0), 0, 1
-    if KIND == SEVERAL:  # the tiles of an item run side by side, so that they share what they read
-        tiles = tl.cdiv(G * W, BLOCK_M)
-        item, row_tile = item // tiles, item % tiles
-    return item.to(tl.int64), row_tile, tiles
-
-
-@triton.jit
-def queries_of(row, KIND: tl.constexpr):
-    """Return the number of queries of a request, given its row of the table."""
-    queries = 1
-    if KIND != EACH:
-        queries = tl.load(row + QUERIES)
-    return queries
-
-
-@triton.jit
-def is_idle(queries, row_tile, W, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Say whether the other launch attends for this request, or the tile has none of its queries."""
-    idle = queries > 1
-    if KIND == SEVERAL:
-        idle = (queries <= 1) | ((row_tile + 1) * BLOCK_M <= (W - queries) * G)
-    return idle
-
-
-@triton.jit
-def query_rows(row_tile, W, queries, G: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Return the rows' query heads, which are adjacent, places in [G, W], whether they are queries, places in W."""
-    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    g, w, place, own = row, row, row, row < G
-    if KIND == SEVERAL:
-        g, w = row % G, row // G
-        place, own = g * W + w, (w < W) & (w >= W - queries)
-    elif KIND == LAST:
-        place = row * W + W - 1
-    return g, place, own, w
-
-
-@triton.jit
-def places(W, G: tl.constexpr, KIND: tl.constexpr):
-    """Return the size of [G, W]."""
-    return G if KIND == EACH else G * W
-
-
-@triton.jit
-def evidence_rows(
-    query_ptr, g, place_GW, own, query, row_tile, tiles, W,
-    G: tl.constexpr, D: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """Return query heads, places in [G, W], marks and queries of the evidence.
-
-    With one query a request these are the tile's own rows, with several they are rows of the last tile.
-    """
-    if KIND == SEVERAL:
-        g = tl.arange(0, BLOCK_J)
-        place_GW, own = g * W + W - 1, g < tl.where(row_tile == tiles - 1, G, 0)
-        query = rows(query_ptr, place_GW, D, own, D, BLOCK_D)
-    return g, place_GW, own, query
-
-
-@triton.jit
-def _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE: tl.constexpr):
-    page_slot = (place + shift) // PAGE
-    in_pages = (place >= packed_stop) & (place < stop) & (page_slot < pages_per_request)
-    return tl.load(table + page_slot, mask=in_pages, other=0)
-
-
-@triton.jit
 def _step(is_packed, WIDTH: tl.constexpr, STRIDES: tl.constexpr):
     """Return the distance between a tile's rows, packed or in a page; a constant where both are equal."""
     step = WIDTH
@@ -120,34 +49,6 @@ def _sparse_stop(stop, length, start, packed):
     return tl.where(stop < dense_stop, tl.minimum(stop, own_stop), own_stop)
 
 
-@triton.jit
-def _store_logits(pointer, logits, g, own, token, stride, kept):
-    # Eq. 4
-    where = pointer + g[:, None].to(tl.int64) * stride + token[None, :]
-    tl.store(where, logits, mask=own[:, None] & kept[None, :])
-
-
-@triton.jit
-def _evidence_logits(logits, query_J, key, token, last, scale, soft_cap, CAPPED: tl.constexpr, KIND: tl.constexpr):
-    """Return the logits of the evidence's queries, -inf for later tokens.
-
-    With several queries they are computed anew: sums over J of every row would overflow the registers.
-    """
-    if KIND == SEVERAL:
-        logits = scaled_logits(query_J, key, scale, soft_cap, CAPPED)
-        logits = tl.where(token[None, :] <= last, logits, float("-inf"))
-    return logits
-
-
-@triton.jit
-def _visible(logits, token, valid, position, KIND: tl.constexpr):
-    """Mask the tokens that rows do not see: with several queries, those behind each row's own token."""
-    seen = valid[None, :]
-    if KIND == SEVERAL:
-        seen = token[None, :] <= position[:, None]
-    return tl.where(seen, logits, float("-inf"))
-
-
 @triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "pseudo_parts"])
 def _split_attention_kernel(
     query_ptr, packed_key_ptr, packed_value_ptr, packed_length_ptr, dense_ptr, position_ptr,
@@ -160,17 +61,24 @@ def _split_attention_kernel(
     SINKS: tl.constexpr, PSEUDO: tl.constexpr, SLOW: tl.constexpr, GATHER: tl.constexpr,
     HEADS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    item, row_tile, tiles = work_item(W, G, BLOCK_M, KIND)
-    h = tl.program_id(1).to(tl.int64)
+    item, row_tile, tiles = tl.program_id(0), 0, 1
+    if KIND == SEVERAL:  # the tiles of an item run side by side, so that they share what they read
+        tiles = tl.cdiv(G * W, BLOCK_M)
+        item, row_tile = item // tiles, item % tiles
+    item, h = item.to(tl.int64), tl.program_id(1).to(tl.int64)
     request = tl.load(work_ptr + item * 4).to(tl.int64)
     if request < 0:
         return
     begin = tl.load(work_ptr + item * 4 + 1) * UNIT
     stop = begin + tl.load(work_ptr + item * 4 + 2) * UNIT
     row = table_ptr + request * WORDS
-    queries = queries_of(row, KIND)
-    if is_idle(queries, row_tile, W, G, BLOCK_M, KIND):
-        return
+    if KIND != EACH:  # the other launch attends for this request, or the tile has none of its queries
+        queries = tl.load(row + QUERIES)
+        idle = queries > 1
+        if KIND == SEVERAL:
+            idle = (queries <= 1) | ((row_tile + 1) * BLOCK_M <= (W - queries) * G)
+        if idle:
+            return
     length, start, packed = tl.load(row + LENGTH), tl.load(row + START), tl.load(row + PACKED)
     evidence = tl.load(row + EVIDENCE).to(tl.int64)
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
@@ -191,13 +99,23 @@ def _split_attention_kernel(
     table = block_table_ptr + request * pages_per_request
 
     n, slot = tl.arange(0, BLOCK_N), tl.arange(0, IDS)
-    g, place_GW, own, w = query_rows(row_tile, W, queries, G, BLOCK_M, KIND)
-    size_GW = places(W, G, KIND)
+    # the tile's rows: query heads, places in [G, W], and whether they are queries
+    g = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    place_GW, is_query, last, size_GW = g, g < G, g, G if KIND == EACH else G * W
+    if KIND == LAST:
+        place_GW = g * W + W - 1
+    elif KIND == SEVERAL:  # a query's heads are adjacent; `last` is the position of its own token
+        g, w = g % G, g // G
+        place_GW, is_query = g * W + w, (w < W) & (w >= W - queries)
+        last = tl.where(is_query, length - W + w, -1)
     queries_at = query_ptr + pair * size_GW * D
-    query = rows(queries_at, place_GW, D, own, D, BLOCK_D)
-    g_J, place_J, own_J, query_J = evidence_rows(
-        queries_at, g, place_GW, own, query, row_tile, tiles, W, G, D, BLOCK_J, BLOCK_D, KIND
-    )
+    query = rows(queries_at, place_GW, D, is_query, D, BLOCK_D)
+    # with one query a request the evidence's are the tile's own rows, with several they are rows of the last tile
+    g_J, place_J, is_query_J, query_J = g, place_GW, is_query, query
+    if KIND == SEVERAL:
+        g_J = tl.arange(0, BLOCK_J)
+        place_J, is_query_J = g_J * W + W - 1, g_J < tl.where(row_tile == tiles - 1, G, 0)
+        query_J = rows(queries_at, place_J, D, is_query_J, D, BLOCK_D)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -206,7 +124,9 @@ def _split_attention_kernel(
 
     for round_begin in range(begin, stop, IDS * BLOCK_N):
         place = round_begin + slot * BLOCK_N
-        pages = _page_ids(table, place, packed_stop, stop, shift, pages_per_request, PAGE)
+        page_slot = (place + shift) // PAGE
+        in_pages = (place >= packed_stop) & (place < stop) & (page_slot < pages_per_request)
+        pages = tl.load(table + page_slot, mask=in_pages, other=0)
         for tile in range(round_begin, tl.minimum(stop, round_begin + IDS * BLOCK_N), BLOCK_N):
             is_packed = tile < packed_stop
             first = tl.where(is_packed, tile, tile + shift)
@@ -232,22 +152,29 @@ def _split_attention_kernel(
                 value = rows(value_tile, n, _step(is_packed, E, VALUE_STRIDES), valid, E, BLOCK_E)
             logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
             if SLOW:
-                logits_J = _evidence_logits(logits, query_J, key, token, length - 1, scale, soft_cap, CAPPED, KIND)
-                handed_out = token < evidence_stop
-                _store_logits(logits_to, logits_J, g_J, own_J, token, logits_stride, handed_out)
+                logits_J, handed_out = logits, token < evidence_stop
+                if KIND == SEVERAL:  # computed anew: sums over J of every row would overflow the registers
+                    logits_J = scaled_logits(query_J, key, scale, soft_cap, CAPPED)
+                    logits_J = tl.where(token[None, :] < length, logits_J, float("-inf"))
+                # Eq. 4
+                where = logits_to + g_J[:, None].to(tl.int64) * logits_stride + token[None, :]
+                tl.store(where, logits_J, mask=is_query_J[:, None] & handed_out[None, :])
                 allowed = (token >= allowed_start) & (token < allowed_stop) & handed_out
                 in_J = tl.where(allowed[None, :], logits_J, float("-inf"))
                 peak_J, total_J = add_sum(peak_J, total_J, in_J)
-            logits = _visible(logits, token, valid, tl.where(own, length - W + w, -1), KIND)
+            seen = valid[None, :]
+            if KIND == SEVERAL:  # of a row, the tokens up to its own
+                seen = token[None, :] <= last[:, None]
+            logits = tl.where(seen, logits, float("-inf"))
             peak, total, out = add_tile(peak, total, out, logits, value)
 
     out, lse = finish(peak, total, out)
     item_row = (item * H + h) * size_GW
     own_row = item_row + place_GW
     if SLOW:
-        tl.store(sums_ptr + item_row + place_J, log_sum(peak_J, total_J), mask=own_J)
+        tl.store(sums_ptr + item_row + place_J, log_sum(peak_J, total_J), mask=is_query_J)
     e = tl.arange(0, BLOCK_E)
-    mask = own[:, None] & (e[None, :] < E)
+    mask = is_query[:, None] & (e[None, :] < E)
     if tl.load(row + SPLITS) == 1:
         out = add_terms(
             out, lse, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, pseudo_parts, pair, h, g,
@@ -256,5 +183,5 @@ def _split_attention_kernel(
         where = (pair * size_GW + place_GW[:, None]) * E + e[None, :]
         tl.store(out_ptr + where, out.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        tl.store(lse_ptr + own_row, lse, mask=own)
+        tl.store(lse_ptr + own_row, lse, mask=is_query)
         tl.store(part_ptr + own_row[:, None] * E + e[None, :], out, mask=mask)

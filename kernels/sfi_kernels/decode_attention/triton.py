@@ -1,7 +1,6 @@
-"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join.
+"""Split-KV decoding attention in Triton: one launch for fast and slow requests, then a join by log-sum-exp.
 
-A program of the join merges the splits of one query by log-sum-exp. It loads a tile of splits at once: thirty
-splits wait for memory as often as two.
+A program of the join loads all splits of a query head at once: thirty wait for memory as often as two.
 """
 
 import math
@@ -67,31 +66,18 @@ def _split_plan_kernel(table_ptr, work_ptr, B, items, heads, programs, BLOCK_B: 
     share = tl.cdiv(units, tl.maximum(splits, 1))
     for split in range(tl.max(splits)):
         item = work_ptr + (first + split) * 4
-        own = exists & (split < splits)
-        tl.store(item, request, mask=own)
-        tl.store(item + 1, split * share, mask=own)
-        tl.store(item + 2, tl.minimum(share, units - split * share), mask=own)
-        tl.store(item + 3, 0, mask=own)
+        valid = exists & (split < splits)
+        tl.store(item, request, mask=valid)
+        tl.store(item + 1, split * share, mask=valid)
+        tl.store(item + 2, tl.minimum(share, units - split * share), mask=valid)
+        tl.store(item + 3, 0, mask=valid)
     used = tl.sum(splits)
     for begin in range(0, items, BLOCK_X):
         spare = begin + tl.arange(0, BLOCK_X)
-        own = (spare >= used) & (spare < items)
-        tl.store(work_ptr + spare * 4, -1, mask=own)
+        valid = (spare >= used) & (spare < items)
+        tl.store(work_ptr + spare * 4, -1, mask=valid)
         for word in tl.static_range(1, 4):
-            tl.store(work_ptr + spare * 4 + word, 0, mask=own)
-
-
-@triton.jit
-def _join_sums(sums_ptr, head_row, stride, splits, TILE: tl.constexpr):
-    """Return the log-sum-exp over J of one query head, [1]."""
-    peak = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    for begin in range(0, splits, TILE):
-        split = begin + tl.arange(0, TILE)
-        own_row = head_row + split * stride
-        part = tl.load(sums_ptr + own_row, mask=split < splits, other=float("-inf"))
-        peak, total = add_sum(peak, total, part[None, :])
-    return log_sum(peak, total)
+            tl.store(work_ptr + spare * 4 + word, 0, mask=valid)
 
 
 @triton.jit(do_not_specialize=["W", "pseudo_parts"])
@@ -115,8 +101,12 @@ def _join_splits_kernel(
     if SLOW:
         evidence = tl.load(row + EVIDENCE).to(tl.int64)
         if (evidence >= 0) & hands_out:
-            sum_J = _join_sums(sums_ptr, head_row, stride, splits, TILE)
-            tl.store(log_sum_ptr + (evidence * H + h) * G + g, sum_J)
+            peak_J, total_J = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+            for begin in range(0, splits, TILE):
+                split = begin + tl.arange(0, TILE)
+                part = tl.load(sums_ptr + head_row + split * stride, mask=split < splits, other=float("-inf"))
+                peak_J, total_J = add_sum(peak_J, total_J, part[None, :])
+            tl.store(log_sum_ptr + (evidence * H + h) * G + g, log_sum(peak_J, total_J))
     if splits == 1:  # the split kernel has written the output
         return
     e = tl.arange(0, BLOCK_E)
@@ -169,8 +159,7 @@ def decode_attention(
     query_BHGWD, keeps = query_BHGWD.contiguous(), evidence and descriptor.slow_rows > 0
 
     # no program writes the padding of a pass with several queries
-    make_out = query_BHGWD.new_empty if W == 1 else query_BHGWD.new_zeros
-    out_BHGWE = make_out(B, H, G, W, E)
+    out_BHGWE = (query_BHGWD.new_empty if W == 1 else query_BHGWD.new_zeros)(B, H, G, W, E)
     part = query_BHGWD.new_empty(items, H, G, W, E, dtype=torch.float32)
     lse = query_BHGWD.new_empty(items, H, G, W, dtype=torch.float32)
     sums = logits = log_sum = lse
@@ -182,32 +171,31 @@ def decode_attention(
             logits.fill_(-torch.inf)  # the kernel leaves those of a mixed request's sparse heads
 
     table, sink = descriptor.table_BX, lse if sink_HG is None else sink_HG.float().contiguous()
-    pseudo_operands: tuple[torch.Tensor, ...] = (lse, lse)
-    pseudo_parts = 1
+    term, pseudo_parts = (lse, lse), 1
     if pseudo is not None:
         pseudo_parts = pseudo.logit_BHG[0, 0, 0].numel()
-        pseudo_operands = tuple(part.float().contiguous() for part in pseudo)
+        term = pseudo.logit_BHG.float().contiguous(), pseudo.value_BHE.float().contiguous()
     common = {"H": H, "G": G, "E": E, "BLOCK_E": tile.value_width, "SINKS": sink_HG is not None, "SLOW": keeps}
-    for part_of_pass in parts_of_pass(G, W, tile, chip, full=key_PHND.dtype == torch.float32):
-        queries, single = part_of_pass.tile, part_of_pass.kind != SEVERAL
+    for kind, queries, tiles in parts_of_pass(G, W, tile, chip, full=key_PHND.dtype == torch.float32):
+        single = kind != SEVERAL
         launch(
-            split_attention, (items * part_of_pass.tiles, H),
+            split_attention, (items * tiles, H),
             query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH,
             packed_length_BH if dense_BH is None else dense_BH,
             packed_length_BH if position_BHS is None else position_BHS,
             key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
-            *pseudo_operands, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
+            *term, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
             block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
             KEY_STRIDES=kernel_strides(key_PHND, "key"), VALUE_STRIDES=kernel_strides(value_PHNE, "value"),
             D=D, PAGE=page_size, BLOCK_M=queries.rows, BLOCK_J=padded(G), BLOCK_N=block_n or queries.tokens,
-            BLOCK_D=tile.key_width, IDS=PAGE_IDS, CAPPED=soft_cap is not None, KIND=part_of_pass.kind,
+            BLOCK_D=tile.key_width, IDS=PAGE_IDS, CAPPED=soft_cap is not None, KIND=kind,
             # what a request with several queries does not have
             GATHER=single and position_BHS is not None, HEADS=single and dense_BH is not None,
             PSEUDO=single and pseudo is not None, **common,
             num_warps=queries.warps, num_stages=queries.stages, max_registers=queries.registers,
         )  # fmt: skip
     launch(
-        _join_splits_kernel, (B, H, G * W), table, sink, *pseudo_operands, out_BHGWE, part, lse, sums,
+        _join_splits_kernel, (B, H, G * W), table, sink, *term, out_BHGWE, part, lse, sums,
         log_sum, W, pseudo_parts, PSEUDO=pseudo is not None, SEVERAL=W > 1, **common,
         TILE=JOINED, max_registers=REGISTERS,
     )  # fmt: skip
@@ -222,11 +210,9 @@ def sparse_attention(
     pseudo: PseudoToken | None = None, position_BHS: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """See `reference.sparse_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens."""
-    B, H, *_ = query_BHGD.shape
-    device = query_BHGD.device
+    B, H, programs = *query_BHGD.shape[:2], resident_programs(query_BHGD.device)
     check_shapes("length B, recent_start B", length_B, recent_start_B, B=B)
-    check_int32(device, length=length_B, recent_start=recent_start_B)
-    programs = resident_programs(device)
+    check_int32(query_BHGD.device, length=length_B, recent_start=recent_start_B)
     numbers = words.LISTS * words.list_room(B) + words.WORDS * B + 4 * work_items(B, H, programs)
     step = StepDescriptor(length_B.new_zeros(numbers), B, (), (), 0)
     table = step.table_BX

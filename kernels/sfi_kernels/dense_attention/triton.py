@@ -38,12 +38,12 @@ def _dense_attention_kernel(
     h, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     # the longest tiles of a causal prompt first
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    w, g, own = row // G, row % G, row < W * G
+    w, g, valid = row // G, row % G, row < W * G
     length = tl.load(length_ptr + request)
-    position = tl.where(own, length - W + w, -1)
+    position = tl.where(valid, length - W + w, -1)
     base = (request * H + h) * G * W
     head_row = (g * W + w).to(tl.int64)
-    query = rows(query_ptr + base * D, head_row, D, own, D, BLOCK_D)
+    query = rows(query_ptr + base * D, head_row, D, valid, D, BLOCK_D)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
@@ -73,11 +73,8 @@ def _dense_attention_kernel(
     if SINKS:
         out = add_sink(out, lse, tl.load(sink_ptr + h * G + g))
     e = tl.arange(0, BLOCK_E)
-    tl.store(
-        out_ptr + base * E + head_row[:, None] * E + e[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=own[:, None] & (e[None, :] < E),
-    )
+    where = out_ptr + base * E + head_row[:, None] * E + e[None, :]
+    tl.store(where, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (e[None, :] < E))
 
 
 @triton.jit(do_not_specialize=["W", "T", "pages_per_request"])
@@ -91,10 +88,10 @@ def _window_logits_kernel(
     pair = tl.program_id(2).to(tl.int64)  # request and KV head
     request, h = pair // H, pair % H
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    own = row < G * W
+    valid = row < G * W
     length = tl.load(length_ptr + request)
-    position = tl.where(own, length - W + row % W, -1)
-    query = rows(query_ptr + pair * G * W * D, row.to(tl.int64), D, own, D, BLOCK_D)
+    position = tl.where(valid, length - W + row % W, -1)
+    query = rows(query_ptr + pair * G * W * D, row.to(tl.int64), D, valid, D, BLOCK_D)
     n, begin = tl.arange(0, BLOCK_N), tl.program_id(0) * SPAN
     table = block_table_ptr + request * pages_per_request
     for first in range(begin, tl.minimum(T, begin + SPAN), BLOCK_N):
@@ -103,12 +100,9 @@ def _window_logits_kernel(
         key = rows(key_tile, n, KEY_STRIDES[2], first + n < length, D, BLOCK_D)
         # Eq. 4
         logits = scaled_logits(query, key, scale, soft_cap, CAPPED)
-        seen = first + n[None, :] <= position[:, None]
-        tl.store(
-            logits_ptr + pair * G * W * T + row.to(tl.int64)[:, None] * T + first + n[None, :],
-            tl.where(seen, logits, float("-inf")),
-            mask=own[:, None] & (first + n[None, :] < T),
-        )
+        logits = tl.where(first + n[None, :] <= position[:, None], logits, float("-inf"))
+        where = logits_ptr + pair * G * W * T + row.to(tl.int64)[:, None] * T + first + n[None, :]
+        tl.store(where, logits, mask=valid[:, None] & (first + n[None, :] < T))
 
 
 def dense_attention(
@@ -119,8 +113,7 @@ def dense_attention(
 ) -> torch.Tensor:  # fmt: skip
     """See `reference.dense_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
-    Without a soft cap `scale` must be positive, as every model's is. Benchmarks vary the tiles, `shape`; None
-    takes ours.
+    Without a soft cap `scale` must be positive. Benchmarks vary the tiles, `shape`; None takes ours.
     """
     check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     check_int32(query_BHGWD.device, block_table=block_table_BP, length=length_B)

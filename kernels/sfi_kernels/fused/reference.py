@@ -26,25 +26,21 @@ def add_rms_norm(
     residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add rows to the residual stream; return the sum, rounded to the dtype, and that sum's `rms_norm`."""
-    check_residual(residual_XF, hidden_XF, weight_F)
+    check_norm(hidden_XF, weight_F, residual_XF)
     sum_XF = residual_XF + hidden_XF
     return sum_XF, rms_norm(sum_XF, weight_F, eps)
 
 
-def check_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
-    """Raise the errors of `rms_norm`."""
+def check_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, residual_XF: torch.Tensor | None = None) -> None:
+    """Raise the errors of `rms_norm`, or with a residual those of `add_rms_norm`."""
     check_shapes("weight F", weight_F, F=hidden_XF.shape[-1])
     check_same(hidden_XF, "hidden", weight=weight_F, hidden=hidden_XF)
-
-
-def check_residual(residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor) -> None:
-    """Raise the errors of `add_rms_norm`."""
-    check_norm(hidden_XF, weight_F)
-    check_same(hidden_XF, "hidden", residual=residual_XF)
-    if residual_XF.shape != hidden_XF.shape:
-        raise ValueError(
-            f"residual must have the shape of hidden, {list(hidden_XF.shape)}, got {list(residual_XF.shape)}"
-        )
+    if residual_XF is not None:
+        check_same(hidden_XF, "hidden", residual=residual_XF)
+        if residual_XF.shape != hidden_XF.shape:
+            raise ValueError(
+                f"residual must have the shape of hidden, {list(hidden_XF.shape)}, got {list(residual_XF.shape)}"
+            )
 
 
 def rotary(

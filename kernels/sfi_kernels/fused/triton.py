@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, check_gate, check_norm, check_residual, check_rotation
+from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, check_gate, check_norm, check_rotation
 from sfi_kernels.launch import KernelLimitError, launch
 
 WARP_NUMBERS, MOST_WARPS = 512, 16  # of a norm's row, to a warp: 16 numbers to a thread
@@ -36,35 +36,30 @@ def _rms_norm_kernel(
 
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
     """See `reference.rms_norm`. F up to 16384."""
-    check_norm(hidden_XF, weight_F)
-    out_XF = torch.empty_like(hidden_XF)
-    _norm(hidden_XF, hidden_XF, weight_F, out_XF, out_XF, eps, add=False)
-    return out_XF
+    return _norm(hidden_XF, None, weight_F, eps)[1]
 
 
 def add_rms_norm(
     residual_XF: torch.Tensor, hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference.add_rms_norm`. F up to 16384."""
-    check_residual(residual_XF, hidden_XF, weight_F)
-    sum_XF, out_XF = torch.empty_like(hidden_XF), torch.empty_like(hidden_XF)
-    _norm(hidden_XF, residual_XF, weight_F, sum_XF, out_XF, eps, add=True)
-    return sum_XF, out_XF
+    return _norm(hidden_XF, residual_XF, weight_F, eps)
 
 
 def _norm(
-    hidden_XF: torch.Tensor, residual_XF: torch.Tensor, weight_F: torch.Tensor,
-    sum_XF: torch.Tensor, out_XF: torch.Tensor, eps: float, *, add: bool,
-) -> None:  # fmt: skip
-    F = weight_F.shape[0]
+    hidden_XF: torch.Tensor, residual_XF: torch.Tensor | None, weight_F: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    check_norm(hidden_XF, weight_F, residual_XF)
+    F, add = weight_F.shape[0], residual_XF is not None
     if F > MAX_ROW:
         raise KernelLimitError(f"hidden must be at most {MAX_ROW} wide for the kernel, got {F}")
-    block = triton.next_power_of_2(F)
+    block, out_XF = triton.next_power_of_2(F), torch.empty_like(hidden_XF)
+    sum_XF = torch.empty_like(hidden_XF) if add else out_XF
     launch(
-        _rms_norm_kernel, (hidden_XF.numel() // F,), hidden_XF, residual_XF, weight_F, sum_XF, out_XF, eps,
-        num_warps=min(MOST_WARPS, max(1, block // WARP_NUMBERS)),
-        F=F, BLOCK=block, ADD=add,
+        _rms_norm_kernel, (hidden_XF.numel() // F,), hidden_XF, residual_XF if add else hidden_XF, weight_F, sum_XF,
+        out_XF, eps, num_warps=min(MOST_WARPS, max(1, block // WARP_NUMBERS)), F=F, BLOCK=block, ADD=add,
     )  # fmt: skip
+    return sum_XF, out_XF
 
 
 @triton.jit
@@ -80,10 +75,10 @@ def _rotate_heads(
     dtype = out_ptr.dtype.element_ty
     head, column = block * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)[None, :]
     mask = (head < heads)[:, None] & (column < HALF)
-    own = head[:, None] * D + column  # [BLOCK_H, BLOCK_D]
+    place = head[:, None] * D + column  # [BLOCK_H, BLOCK_D]
     in_ptr += token * token_stride
-    first = tl.load(in_ptr + own, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(in_ptr + own + HALF, mask=mask, other=0.0).to(tl.float32)
+    first = tl.load(in_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(in_ptr + place + HALF, mask=mask, other=0.0).to(tl.float32)
     if NORM:
         mean = tl.sum(first * first + second * second, 1) / D
         scale = tl.rsqrt(mean + eps)[:, None]
@@ -94,8 +89,8 @@ def _rotate_heads(
     turned_1 = _rounded(first * cos_1, dtype) - _rounded(second * sin_1, dtype)
     turned_2 = _rounded(second * cos_2, dtype) + _rounded(first * sin_2, dtype)
     out_ptr += token * heads * D
-    tl.store(out_ptr + own, turned_1.to(dtype), mask=mask)
-    tl.store(out_ptr + own + HALF, turned_2.to(dtype), mask=mask)
+    tl.store(out_ptr + place, turned_1.to(dtype), mask=mask)
+    tl.store(out_ptr + place + HALF, turned_2.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -108,11 +103,11 @@ def _rotary_kernel(
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     angle = token // T * angle_batch_stride + token % T * angle_token_stride
     column = tl.arange(0, BLOCK_D)[None, :]
-    own = column < HALF
-    cos_1 = tl.load(cos_ptr + angle + column, mask=own, other=0.0).to(tl.float32)  # [1, BLOCK_D]
-    cos_2 = tl.load(cos_ptr + angle + column + HALF, mask=own, other=0.0).to(tl.float32)
-    sin_1 = tl.load(sin_ptr + angle + column, mask=own, other=0.0).to(tl.float32)
-    sin_2 = tl.load(sin_ptr + angle + column + HALF, mask=own, other=0.0).to(tl.float32)
+    inside = column < HALF
+    cos_1 = tl.load(cos_ptr + angle + column, mask=inside, other=0.0).to(tl.float32)  # [1, BLOCK_D]
+    cos_2 = tl.load(cos_ptr + angle + column + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_1 = tl.load(sin_ptr + angle + column, mask=inside, other=0.0).to(tl.float32)
+    sin_2 = tl.load(sin_ptr + angle + column + HALF, mask=inside, other=0.0).to(tl.float32)
     query_blocks = tl.cdiv(query_heads, BLOCK_H)
     if block < query_blocks:
         _rotate_heads(

@@ -7,9 +7,8 @@ logit so far, `total` and `out` are the sums of weights and of weighted values, 
 import numpy as np
 
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops import rows
-from sfi_kernels.loops.rows import TILE
-from sfi_kernels.loops.vectors import BFLOAT16, FLOAT32, F, add_row, exp, inner, largest, scale_row
+from sfi_kernels.loops.rows import TILE, add_values, products
+from sfi_kernels.loops.vectors import F, add_row, exp, inner, largest, scale_row
 
 LEAST = F(-1e30)  # a largest logit before the first row; finite, so that logits of -inf weigh nothing
 
@@ -59,12 +58,7 @@ def read_rows(
     Q, row = len(query_QD), row_T[:n]
     for start in range(0, n, TILE):
         count = min(TILE, n - start)
-        if kind == FLOAT32:
-            rows.float_products(key_XD, row, start, count, query_QD, room_QT)
-        elif kind == BFLOAT16:
-            rows.bfloat16_products(half_key_XD, row, start, count, query_QD, room_QT)
-        else:
-            rows.float16_products(half_key_XD, row, start, count, query_QD, room_QT)
+        products(kind, key_XD, half_key_XD, row, start, count, query_QD, room_QT)
         if cap > F(0):
             for q in range(Q):
                 _bend(room_QT[q], cap)
@@ -73,12 +67,7 @@ def read_rows(
                 logits_QT[q, start + i] = room_QT[Q - len(logits_QT) + q, i]
         for q in range(Q):
             most_Q[q], total_Q[q] = _weigh(room_QT[q], count, most_Q[q], total_Q[q], out_QE[q])
-        if kind == FLOAT32:
-            rows.float_sums(value_XE, row, start, count, room_QT, out_QE)
-        elif kind == BFLOAT16:
-            rows.bfloat16_sums(half_value_XE, row, start, count, room_QT, out_QE)
-        else:
-            rows.float16_sums(half_value_XE, row, start, count, room_QT, out_QE)
+        add_values(kind, value_XE, half_value_XE, row, start, count, room_QT, out_QE)
 
 
 @inner
@@ -122,23 +111,6 @@ def rows_of_positions(position, start, stop, table, H, h, N, row):
     return n
 
 
-@inner
-def _read_causal(kind, pages, row, n, query_QD, W, cap, room_QT, most_Q, total_Q, out_QE, logits_GT):
-    # queries of W tokens in turn: all read what the first one sees, then each up to its own token
-    key, value, half_key, half_value = pages
-    G, shared = len(query_QD) // max(W, 1), n - max(W - 1, 0)
-    read_rows(
-        kind, key, value, half_key, half_value, row, shared, query_QD, cap, room_QT, most_Q, total_Q, out_QE, logits_GT
-    )
-    for w in range(1, W):
-        first, stop = w * G, w * G + G
-        logits = logits_GT[:, shared:] if w == W - 1 else logits_GT[:0, 0:]
-        read_rows(
-            kind, key, value, half_key, half_value, row[shared:], w, query_QD[first:stop], cap, room_QT,
-            most_Q[first:stop], total_Q[first:stop], out_QE[first:stop], logits,
-        )  # fmt: skip
-
-
 @entry
 def attend(
     begin, end, query_BHWGD, pages, segment, kind, N, S, position_BHS, length_BH, table_BP, start_B, stop_B, scale,
@@ -156,7 +128,8 @@ def attend(
         longest = max(longest, S + position_BHS.shape[2] + stop_B[b] - start_B[b])
     query, room, row = np.empty((Q, D), F), np.empty((Q, TILE), F), np.empty(longest, np.int64)
     most, total, nothing = np.empty(Q, F), np.empty(Q, F), np.empty(0, F)
-    key, value, half_key, half_value = segment
+    key, value, half_key, half_value = pages
+    packed_key, packed_value, half_packed_key, half_packed_value = segment
     for b in range(B):
         for h in range(begin, end):
             tokens = min(W, stop_B[b]) if W > 1 else 1  # the others are padding
@@ -173,15 +146,23 @@ def attend(
                 for i in range(packed):
                     row[i] = (b * H + h) * S + i
                 read_rows(
-                    kind, key, value, half_key, half_value, row, packed, query, cap, room, most, total, out,
-                    room[:0, 0:],
+                    kind, packed_key, packed_value, half_packed_key, half_packed_value, row, packed, query, cap, room,
+                    most, total, out, room[:0, 0:],
                 )  # fmt: skip
                 packed = 0
             position = position_BHS[b, h, :packed]
             n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, row)
-            _read_causal(
-                kind, pages, row, n, query[first:], tokens, cap, room, most[first:], total[first:], out[first:], logits
-            )
+            shared = n - max(tokens - 1, 0)
+            for w in range(
+                max(tokens, 1)
+            ):  # all queries read what the first token's see, then each up to its own token
+                place, count = (shared, w) if w else (0, shared)
+                low, high = first + w * G, first + (w + 1) * G if w else Q
+                written = logits[:, place:] if w in (0, tokens - 1) else logits[:0, 0:]
+                read_rows(
+                    kind, key, value, half_key, half_value, row[place:], count, query[low:high], cap, room,
+                    most[low:high], total[low:high], out[low:high], written,
+                )  # fmt: skip
             sink = sink_HG[h] if len(sink_HG) else nothing
             pseudo_logit = pseudo_logit_BHG[b, h] if len(pseudo_logit_BHG) else nothing
             pseudo_value = pseudo_value_BHE[b, h] if len(pseudo_logit_BHG) else nothing

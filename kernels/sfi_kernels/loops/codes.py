@@ -49,12 +49,12 @@ def _pack(step, word):
 @inner
 def _code(key, mean, encode_WDC, centered, word):
     W = len(word)
-    own, step = np.empty(SLOTS, F), np.empty(SLOTS * W, F)
+    channel, step = np.empty(SLOTS, F), np.empty(SLOTS * W, F)
     _less(key, mean, centered)
     for w in range(W):
-        _project(centered, encode_WDC[w], own)
+        _project(centered, encode_WDC[w], channel)
         for s in range(SLOTS):
-            step[s * W + w] = own[s]
+            step[s * W + w] = channel[s]
     _pack(step, word)
 
 
@@ -69,9 +69,9 @@ def pack_levels(step_HTC, word_HWT):
 @inner
 def _unpack(word, level):
     for s in range(SLOTS):
-        mask, own = MASK[s], level[s]
+        mask, row = MASK[s], level[s]
         for i in range(len(word)):
-            own[i] = F(word[i] & mask)
+            row[i] = F(word[i] & mask)
 
 
 @inner
@@ -105,9 +105,6 @@ def _scan(query_GD, word_X, begin, stride, mean, query_WCD, scale, logits_GT):
             _unpack(word_X[place : place + n], level)
             for g in range(G):
                 _add_levels(level, factor[w, g], logits_GT[g, first : first + n])
-
-
-# --- choosing
 
 
 @inner
@@ -207,9 +204,6 @@ def _choose(logits_GT, rest, index, unread_logit, unread):
         _diagnose(exact, index, unread)
 
 
-# --- the choice of a batch
-
-
 @inner
 def _read(rows, half_rows, kind, row, wide):
     # a row of pages, as float32
@@ -223,15 +217,6 @@ def _read(rows, half_rows, kind, row, wide):
 @inner
 def _row(table, t, H, h, N):
     return (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
-
-
-@inner
-def _note(index, n, first, position):
-    # the sinks, the chosen positions, and -1
-    for i in range(len(position)):
-        position[i] = i if i < first else -1
-    for i in range(n):
-        position[first + i] = index[i]
 
 
 @entry
@@ -270,7 +255,10 @@ def code_scan(
                 begin_X = (b * H + h) * W * T + first
                 _scan(query_BHGD[b, h], words, begin_X, T, mean_BHD[b, h], query_BHWCD[b, h], scale, logits)
                 _choose(logits, rest, index, logit_BHG[b, h], unread_BHC[b, h])
+            position = position_BHS[b, h]  # the sinks, the chosen positions, and -1
+            for i in range(len(position)):
+                position[i] = i if i < first else -1
             for i in range(min(n, K)):
                 index[i] = first + (index[i] if n > K else i)
-            _note(index, min(n, K), first, position_BHS[b, h])
+                position[first + i] = index[i]
             length_BH[b, h] = first + min(n, K)

@@ -1,24 +1,21 @@
 """Rows times weight matrices, of float32 to 16 bits, or of a GGUF file's blocks as numbers of few bits and scales.
 
 The rows that a matrix of blocks (`tiles`) multiplies are rounded to 16 bits with a scale for 32 numbers: as quick as 8
-bits, because a product of an 8-bit and a 16-bit number is one instruction either way, and the results are float32's.
-
-A file's numbers become int8 first, in the order of their weights, without zero points. The layouts are ggml's:
-`gguf.quants` unpacks the same blocks in numpy, and is the reference.
-
-A matrix is handed over as a row of addresses and sizes, so that one compiled loop serves all matrices of a model; the
-caller keeps its tensors.
+bits, and the results are float32's. A file's numbers become int8 first, in the order of their weights, without zero
+points. The layouts are ggml's: `gguf.quants` unpacks the same blocks in numpy, and is the reference. A matrix is handed
+over as a row of addresses and sizes (`sfi_kernels.tables`).
 """
 
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
 from sfi_kernels.compiled import entry
 from sfi_kernels.loops.tiles import AHEAD, multiply_tile, widen_tile
-from sfi_kernels.loops.vectors import BFLOAT16, F32, FLOAT32, I16, Code, F, bits_of, inner, real
+from sfi_kernels.loops.vectors import F32, FLOAT32, I16, Code, F, bits_of, inner, real
 from sfi_kernels.tables import BIAS, BLOCK, IN, KIND, NUMBERS, OUT, TILE
 
 LEVELS = F(32767)
@@ -40,32 +37,28 @@ at_int32, at_uint16 = _address(types.int32), _address(types.uint16)
 at_float32, at_int16, at_int64 = _address(types.float32), _address(types.int16), _address(types.int64)
 
 
-def _float_dot(kind: int) -> Any:
-    size = 4 if kind == FLOAT32 else 2
+@intrinsic
+def float_dot(context: Any, kind: Any, floats: Any, halves: Any, rows: Any, row: Any, output: Any, width: Any) -> Any:
+    """Return the product of a matrix' row `output` and a row, both of `width` numbers: a multiple of 32."""
 
-    @intrinsic
-    def float_dot(context: Any, numbers: Any, rows: Any, row: Any, output: Any, width: Any) -> Any:
-        """Return the product of a matrix' row `output` and a row, both of `width` numbers: a multiple of 32."""
+    def generate(*given: Any) -> Any:
+        code, b, (kind, *_, row, output, width) = Code(*given), given[1], given[3]
+        result, first = code.place(ir.Constant(F32, 0.0)), b.mul(output, width)
+        row_p = b.gep(code.pointer(3, F32), [b.mul(row, width)])
+        for known in range(3):
+            size, number_p = (4, code.pointer(1, F32)) if known == FLOAT32 else (2, code.pointer(2, I16))
+            with b.if_then(b.icmp_signed("==", kind, code.count(known))):
+                (total,) = code.sums(1, BLOCK)
+                with code.loop(b.udiv(width, code.count(BLOCK))) as loop:
+                    at = b.mul(loop.index, code.count(BLOCK))
+                    for line in range(0, BLOCK * size, 64):
+                        code.fetch(number_p, b.add(first, at), AHEAD + line)
+                    product = code.wide(number_p, b.add(first, at), known, BLOCK), code.wide(row_p, at, 0, BLOCK)
+                    code.add(total, product)
+                b.store(code.total(b.load(total)), result)
+        return b.load(result)
 
-        def generate(*given: Any) -> Any:
-            code, b = Code(*given), given[1]
-            number_p, row_p = code.pointer(0, F32 if kind == FLOAT32 else I16), code.pointer(1, F32)
-            row, output, width = given[3][2:]
-            row_p = b.gep(row_p, [b.mul(row, width)])
-            (total,), first = code.sums(1, BLOCK), b.mul(output, width)
-            with code.loop(b.udiv(width, code.count(BLOCK))) as loop:
-                at = b.mul(loop.index, code.count(BLOCK))
-                for line in range(0, BLOCK * size, 64):
-                    code.fetch(number_p, b.add(first, at), AHEAD + line)
-                code.add(total, (code.wide(number_p, b.add(first, at), kind, BLOCK), code.wide(row_p, at, 0, BLOCK)))
-            return code.total(b.load(total))
-
-        return types.float32(numbers, rows, types.int64, types.int64, types.int64), generate
-
-    return float_dot
-
-
-float_dot, bfloat16_dot, float16_dot = (_float_dot(kind) for kind in range(3))
+    return types.float32(types.int64, floats, halves, rows, types.int64, types.int64, types.int64), generate
 
 
 @inner
@@ -120,12 +113,7 @@ def _multiply_floats(matrix, begin, end, x_RI, out_RO):
     halves = carray(at_uint16(matrix[NUMBERS]), (count, width))
     for o in range(begin, end):
         for r in range(len(x_RI)):
-            if kind == FLOAT32:
-                out_RO[r, o] = float_dot(floats, x_RI, r, np.int64(o), width)
-            elif kind == BFLOAT16:
-                out_RO[r, o] = bfloat16_dot(halves, x_RI, r, np.int64(o), width)
-            else:
-                out_RO[r, o] = float16_dot(halves, x_RI, r, np.int64(o), width)
+            out_RO[r, o] = float_dot(kind, floats, halves, x_RI, r, np.int64(o), width)
 
 
 @inner
@@ -169,12 +157,6 @@ def widen_rows(begin, end, row_N, matrix, out_NI):
         if not whole:
             out_NI[n] = room_8I[row_N[n] % TILE]
         n += TILE if whole else 1
-
-
-@inner
-def _copy(source, to):
-    for i in range(BLOCK):
-        to[i] = np.int8(source[i])
 
 
 @inner
@@ -235,7 +217,8 @@ def _unpack_row(kind, block_BX, number_I):
             continue
         to = number_I[BLOCK * b : BLOCK * b + BLOCK]
         if kind == 8:  # noqa: PLR2004 - Q8_0
-            _copy(block[2:], to)
+            for i in range(BLOCK):
+                to[i] = np.int8(block[2 + i])
         elif kind == 2:  # noqa: PLR2004 - Q4_0
             _halves(block[2:], np.uint32(0), 8, to)
         elif kind == 3:  # noqa: PLR2004 - Q4_1

@@ -117,13 +117,12 @@ def _store_heads(step, layer, real, work):
 
 
 @inner
-def _gate(step, layer, work, rows):
+def _gate(step, layer, work, rows, down_rows):
     # both projections of the gated MLP, and the gate; rounded for a last matrix of blocks
     threads, sync, ticket, arguments = work
-    M, X = step[Step.INNER], step[Step.TOKENS]
-    gate_XM, up_XM = floats(step[Step.GATE_XM], X, M), floats(step[Step.UP_XM], X, M)
-    round_XM = carray(at_int16(step[Step.ROUND_XM]), (X, M))
-    scale, total = floats(step[Step.SCALE_XB], X, M // BLOCK), floats(step[Step.TOTAL_XB], X, M // BLOCK)
+    gate_XM, round_XM, scale, total = down_rows
+    X, M = gate_XM.shape
+    up_XM = floats(step[Step.UP_XM], X, M)
     gate, up = _matrices(layer, tables.GATE, tables.GATE), _matrices(layer, tables.UP, tables.UP)
     rounds = layer[Layer.MATRICES + tables.DOWN * SIZE + KIND] >= BLOCK
     piece, turn = _piece(M, threads), np.int64(0)
@@ -192,7 +191,7 @@ def run_stages(share, threads, first, last, step, layer_LX, real):
         elif stage == Stage.GATE:
             _add_back(x_XI, back_XI, layer[Layer.AFTER], real[Real.EPS], row)
             _norm_rows(x_XI, layer[Layer.MLP_NORM], real[Real.EPS], rows)
-            _gate(step, layer, work, rows)
+            _gate(step, layer, work, rows, down_rows)
         else:
             _project(step, _matrices(layer, tables.DOWN, tables.DOWN), width, work, down_rows, back_XI)
         met = meet(sync, threads, met)

@@ -72,10 +72,8 @@ def choose(arguments):
     K, kind = step[Step.BUDGET], step[Step.KIND]
     key_YD, value_YD, half_key_YD, half_value_YD = pages(step, layer, Layer.KEYS, Layer.VALUES)
     last_BHGD = carray(at_float32(step[Step.LAST_BHGD]), (B, H, G, D))
-    float_ring, half_ring = (
-        floats(layer[Layer.CODE_RECENT], 1 << 40, D),
-        carray(at_uint16(layer[Layer.CODE_RECENT]), (1 << 40, D)),
-    )
+    float_ring = floats(layer[Layer.CODE_RECENT], 1 << 40, D)
+    half_ring = carray(at_uint16(layer[Layer.CODE_RECENT]), (1 << 40, D))
     logit_BHG = carray(at_float32(step[Step.LOGIT_BHG]), (B, H, G))
     mean_BHE = carray(at_float32(step[Step.MEAN_BHE]), (B, H, D))
     index_BHK = carray(at_int32(layer[Layer.CHOICE]), (B, H, K))

@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from sfi_kernels.loops.vectors import F32, FLOAT16, I8, I16, I32, I64, Code, inner, vector
-from sfi_kernels.tables import BLOCK, FINE_MINIMA, FIVE, FIVE_K, FOUR, FOUR_K, IN, KIND, LAYOUTS, MIDDLES, TILE
+from sfi_kernels.loops.vectors import F32, FLOAT16, I8, I16, I32, I64, Code, by_kind, vector
+from sfi_kernels.tables import BLOCK, FINE_MINIMA, IN, KIND, LAYOUTS, MIDDLES, TILE
 
 AHEAD = 2048  # bytes of a matrix that are fetched before their turn
 LINE = vector(I16, 2 * TILE)
@@ -81,142 +81,95 @@ def _pairs(code: Code, number: Any, row: Any) -> Any:
     return b.add(*(code.pick(product, list(range(odd, 2 * TILE, 2))) for odd in (0, 1)))
 
 
-def _product(kind: int) -> Any:
-    fields, parts, _ = LAYOUTS[kind]
-    zero = ir.Constant(vector(I32, TILE), [0] * TILE)
+def _write_product(code: Code, kind: int) -> None:
+    b, (fields, parts, _) = code.builder, LAYOUTS[kind]
+    _, matrix, tile, width, row, row_scales, totals, out = code.args
+    rows, zero = _Tile(code, kind, matrix, tile, width), ir.Constant(vector(I32, TILE), [0] * TILE)
+    unit = b.select(rows.has_minima, ir.Constant(F32, 1.0), ir.Constant(F32, -float(MIDDLES[kind])))
+    row_scale_p, total_p = (b.inttoptr(address, F32.as_pointer()) for address in (row_scales, totals))
+    row_p = b.inttoptr(row, I16.as_pointer())
+    sums, lows = code.sums(2, TILE)
 
-    @intrinsic
-    def tile_product(
-        context: Any, matrix: Any, tile: Any, width: Any, row: Any, row_scales: Any, totals: Any, out: Any
-    ) -> Any:
-        """Write the products of a tile's rows and a rounded row, by addresses."""
+    def add(group: Any, count: int, part: int) -> None:
+        products = [code.place(zero) for _ in range(count)]
+        first = b.mul(group, code.count(fields))
+        with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
+            word = rows.line(group, pair.index)
+            for field, place in enumerate(products):
+                block = b.add(first, code.count(field))
+                here = b.add(b.mul(block, code.count(BLOCK)), b.mul(pair.index, code.count(2)))
+                two = b.bitcast(code.spread(code.load(row_p, here, I32, 2), TILE), LINE)
+                product = _pairs(code, _field(code, word, field, fields), two)
+                b.store(b.add(b.load(place), product), place)
+        for field, place in enumerate(products):
+            block = b.add(first, code.count(field))
+            lies = ir.Constant(F32, 0.5 ** (16 // fields) if field == 1 else 1.0)
+            factor = code.spread(b.fmul(code.load(row_scale_p, block, F32, 4), lies), TILE)
+            scale = rows.factor(rows.scales, block, part)
+            code.add(sums, (b.sitofp(b.load(place), TALL), b.fmul(scale, factor)))
+            if fields > 1:
+                total = code.spread(code.load(total_p, block, F32, 4), TILE)
+                code.add(lows, (rows.factor(rows.lowest, block, part), total))
 
-        def generate(*given: Any) -> Any:
-            code, b = Code(*given), given[1]
-            matrix, tile, width, row, row_scales, totals, out = given[3]
-            rows = _Tile(code, kind, matrix, tile, width)
-            unit = b.select(rows.has_minima, ir.Constant(F32, 1.0), ir.Constant(F32, -float(MIDDLES[kind])))
-            row_scale_p, total_p = (b.inttoptr(address, F32.as_pointer()) for address in (row_scales, totals))
-            row_p = b.inttoptr(row, I16.as_pointer())
-            sums, lows = code.sums(2, TILE)
-
-            def add(group: Any, count: int, part: int) -> None:
-                products = [code.place(zero) for _ in range(count)]
-                first = b.mul(group, code.count(fields))
-                with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
-                    word = rows.line(group, pair.index)
-                    for field, place in enumerate(products):
-                        block = b.add(first, code.count(field))
-                        here = b.add(b.mul(block, code.count(BLOCK)), b.mul(pair.index, code.count(2)))
-                        two = b.bitcast(code.spread(code.load(row_p, here, I32, 2), TILE), LINE)
-                        product = _pairs(code, _field(code, word, field, fields), two)
-                        b.store(b.add(b.load(place), product), place)
-                for field, place in enumerate(products):
-                    block = b.add(first, code.count(field))
-                    lies = ir.Constant(F32, 0.5 ** (16 // fields) if field == 1 else 1.0)
-                    factor = code.spread(b.fmul(code.load(row_scale_p, block, F32, 4), lies), TILE)
-                    scale = rows.factor(rows.scales, block, part)
-                    code.add(sums, (b.sitofp(b.load(place), TALL), b.fmul(scale, factor)))
-                    if fields > 1:
-                        total = code.spread(code.load(total_p, block, F32, 4), TILE)
-                        code.add(lows, (rows.factor(rows.lowest, block, part), total))
-
-            whole = b.udiv(rows.blocks, code.count(fields))
-            with code.loop(whole) as loop:
-                for part in range(parts):
-                    add(loop.index, fields, part)
-            rest = b.sub(rows.blocks, b.mul(whole, code.count(fields)))
-            for count in range(1, fields):
-                with b.if_then(b.icmp_signed("==", rest, code.count(count))):
-                    add(whole, count, 0)
-            code.add(sums, (b.load(lows), code.spread(unit, TILE)))
-            b.store(b.load(sums), b.inttoptr(out, TALL.as_pointer()), align=4)
-            return code.context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
-
-    return tile_product
+    whole = b.udiv(rows.blocks, code.count(fields))
+    with code.loop(whole) as loop:
+        for part in range(parts):
+            add(loop.index, fields, part)
+    rest = b.sub(rows.blocks, b.mul(whole, code.count(fields)))
+    for count in range(1, fields):
+        with b.if_then(b.icmp_signed("==", rest, code.count(count))):
+            add(whole, count, 0)
+    code.add(sums, (b.load(lows), code.spread(unit, TILE)))
+    b.store(b.load(sums), b.inttoptr(out, TALL.as_pointer()), align=4)
 
 
-def _widening(kind: int) -> Any:
-    fields, parts, _ = LAYOUTS[kind]
+def _write_wide(code: Code, kind: int) -> None:
+    b, (fields, parts, _) = code.builder, LAYOUTS[kind]
     wide, floats = vector(I32, 2 * TILE), vector(F32, 2 * TILE)
+    _, matrix, tile, width, out = code.args
+    rows, twice = _Tile(code, kind, matrix, tile, width), [n // 2 for n in range(2 * TILE)]
+    out_p = b.inttoptr(out, F32.as_pointer())
+    middle = b.select(rows.has_minima, ir.Constant(I32, 0), ir.Constant(I32, MIDDLES[kind]))
+    nothing = ir.Constant(TALL, [-0.0] * TILE)  # adding it changes no bit
 
-    @intrinsic
-    def widen_tile(context: Any, matrix: Any, tile: Any, width: Any, out: Any) -> Any:
-        """Write a tile's rows as float32, [`TILE`, I], to an address."""
+    def write(block: Any, part: int) -> None:
+        group, field = b.udiv(block, code.count(fields)), b.urem(block, code.count(fields))
+        scale = code.pick(rows.factor(rows.scales, block, part), twice)
+        minimum = code.pick(b.select(rows.has_minima, rows.factor(rows.lowest, block, part), nothing), twice)
+        shift = code.spread(b.trunc(b.mul(field, code.count(16 // fields)), I16), 2 * TILE)
+        with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
+            number = rows.line(group, pair.index)
+            if fields > 1:
+                mask = ir.Constant(LINE, [(1 << 16 // fields) - 1] * 2 * TILE)
+                number = b.and_(b.lshr(number, shift), mask)
+            number = b.sub(b.sext(number, wide), code.spread(middle, 2 * TILE))
+            number = b.fadd(b.fmul(b.sitofp(number, floats), scale), minimum)
+            at = b.add(b.mul(block, code.count(BLOCK)), b.mul(pair.index, code.count(2)))
+            for row in range(TILE):
+                place = b.gep(out_p, [b.add(b.mul(width, code.count(row)), at)])
+                two = code.pick(number, [2 * row, 2 * row + 1])
+                b.store(two, b.bitcast(place, two.type.as_pointer()), align=4)
 
-        def generate(*given: Any) -> Any:
-            code, b = Code(*given), given[1]
-            matrix, tile, width, out = given[3]
-            rows, twice = _Tile(code, kind, matrix, tile, width), [n // 2 for n in range(2 * TILE)]
-            out_p = b.inttoptr(out, F32.as_pointer())
-            middle = b.select(rows.has_minima, ir.Constant(I32, 0), ir.Constant(I32, MIDDLES[kind]))
-            nothing = ir.Constant(TALL, [-0.0] * TILE)  # adding it changes no bit
-
-            def write(block: Any, part: int) -> None:
-                group, field = b.udiv(block, code.count(fields)), b.urem(block, code.count(fields))
-                scale = code.pick(rows.factor(rows.scales, block, part), twice)
-                minimum = code.pick(b.select(rows.has_minima, rows.factor(rows.lowest, block, part), nothing), twice)
-                shift = code.spread(b.trunc(b.mul(field, code.count(16 // fields)), I16), 2 * TILE)
-                with code.loop(code.count(PAIRS // parts * (part + 1)), PAIRS // parts * part) as pair:
-                    number = rows.line(group, pair.index)
-                    if fields > 1:
-                        mask = ir.Constant(LINE, [(1 << 16 // fields) - 1] * 2 * TILE)
-                        number = b.and_(b.lshr(number, shift), mask)
-                    number = b.sub(b.sext(number, wide), code.spread(middle, 2 * TILE))
-                    number = b.fadd(b.fmul(b.sitofp(number, floats), scale), minimum)
-                    at = b.add(b.mul(block, code.count(BLOCK)), b.mul(pair.index, code.count(2)))
-                    for row in range(TILE):
-                        place = b.gep(out_p, [b.add(b.mul(width, code.count(row)), at)])
-                        two = code.pick(number, [2 * row, 2 * row + 1])
-                        b.store(two, b.bitcast(place, two.type.as_pointer()), align=4)
-
-            with code.loop(rows.blocks) as loop:
-                for part in range(parts):
-                    write(loop.index, part)
-            return code.context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), generate
-
-    return widen_tile
+    with code.loop(rows.blocks) as loop:
+        for part in range(parts):
+            write(loop.index, part)
 
 
-multiply_8, multiply_4, multiply_5, multiply_4_k, multiply_5_k, multiply_6_k = map(_product, LAYOUTS)
-widen_8, widen_4, widen_5, widen_4_k, widen_5_k, widen_6_k = map(_widening, LAYOUTS)
-exact = njit(error_model="numpy", nogil=True)  # a product and a sum are rounded each, as numpy does it
+@intrinsic
+def multiply_tile(
+    context: Any, kind: Any, matrix: Any, tile: Any, width: Any, row: Any, row_scales: Any, totals: Any, out: Any
+) -> Any:
+    """Write the products of a tile's rows and a rounded row, eight float32; all but the sizes are addresses."""
+    return types.void(*[types.int64] * 8), by_kind(LAYOUTS, _write_product)
 
 
-@inner
-def multiply_tile(kind, matrix, tile, width, row, scale, total, to):
-    # write the products of a tile and a row, eight float32, to an address; `matrix` is one, too
-    if kind == BLOCK:
-        multiply_8(matrix, tile, width, row, scale, total, to)
-    elif kind == FOUR:
-        multiply_4(matrix, tile, width, row, scale, total, to)
-    elif kind == FIVE:
-        multiply_5(matrix, tile, width, row, scale, total, to)
-    elif kind == FOUR_K:
-        multiply_4_k(matrix, tile, width, row, scale, total, to)
-    elif kind == FIVE_K:
-        multiply_5_k(matrix, tile, width, row, scale, total, to)
-    else:
-        multiply_6_k(matrix, tile, width, row, scale, total, to)
+@intrinsic
+def _widen(context: Any, kind: Any, matrix: Any, tile: Any, width: Any, out: Any) -> Any:
+    """Write a tile's rows as float32, [`TILE`, I], to an address."""
+    return types.void(*[types.int64] * 5), by_kind(LAYOUTS, _write_wide)
 
 
-@exact
+@njit(error_model="numpy", nogil=True)  # a product and a sum are rounded each, as numpy does it
 def widen_tile(matrix, tile, to):
     # write a tile's rows as float32 to an address
-    width, kind, address = matrix[IN], matrix[KIND], np.int64(matrix.ctypes.data)
-    if kind == BLOCK:
-        widen_8(address, tile, width, to)
-    elif kind == FOUR:
-        widen_4(address, tile, width, to)
-    elif kind == FIVE:
-        widen_5(address, tile, width, to)
-    elif kind == FOUR_K:
-        widen_4_k(address, tile, width, to)
-    elif kind == FIVE_K:
-        widen_5_k(address, tile, width, to)
-    else:
-        widen_6_k(address, tile, width, to)
+    _widen(matrix[KIND], np.int64(matrix.ctypes.data), tile, matrix[IN], to)

@@ -4,6 +4,7 @@ Loops over numbers are functions of their own, which LLVM turns into vector inst
 code does not become those that a CPU has, intrinsics write LLVM's own language (`Code`).
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,24 +25,19 @@ I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntTy
 inner = njit(**compiled.OPTIONS)
 
 
-@intrinsic
-def bits_of(context: Any, x: Any) -> Any:
-    """Return the bits of a float32 as an int32."""
+def _bitcast(kind: Any, other: Any) -> Any:
+    @intrinsic
+    def cast(context: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(other))
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.int32))
+        return other(kind), generate
 
-    return types.int32(types.float32), generate
+    return cast
 
 
-@intrinsic
-def real(context: Any, bits: Any) -> Any:
-    """Return the float32 of an int32's bits."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), generate
+# the bits of a float32 as an int32, and back
+bits_of, real = _bitcast(types.float32, types.int32), _bitcast(types.int32, types.float32)
 
 
 @inner
@@ -212,3 +208,16 @@ class Code:
             low, high = self.pick(numbers, list(range(width))), self.pick(numbers, list(range(width, 2 * width)))
             numbers = self.builder.fadd(low, high, flags=MATH)
         return self.builder.extract_element(numbers, ir.Constant(I32, 0))
+
+
+def by_kind(kinds: Iterable[int], write: Callable[[Code, int], None]) -> Any:
+    """Return the generator of an intrinsic whose first argument says which of some kinds' code runs."""
+
+    def generate(*given: Any) -> Any:
+        code = Code(*given)
+        for kind in kinds:
+            with code.builder.if_then(code.builder.icmp_signed("==", code.args[0], code.count(kind))):
+                write(code, kind)
+        return code.context.get_dummy_value()
+
+    return generate

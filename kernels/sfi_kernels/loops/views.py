@@ -213,33 +213,22 @@ def product(arguments):
     )  # fmt: skip
 
 
-@inner
-def _read(kind, arguments):
-    a = carray(at_int64(arguments), (SIZES,))
-    many, Q, D = 1 << 40, a[QUERIES], a[WIDTH]  # no bound is checked
-    read_rows(
-        kind, carray(at_float32(a[KEYS]), (many, D)), carray(at_float32(a[VALUES]), (many, D)),
-        carray(at_uint16(a[KEYS]), (many, D)), carray(at_uint16(a[VALUES]), (many, D)),
-        carray(at_int64(a[NUMBERS]), (a[COUNT],)), a[COUNT], carray(at_float32(a[QUERY]), (Q, D)),
-        real(np.int32(a[CAP])), carray(at_float32(a[ROOM]), (Q, TILE)), carray(at_float32(a[MOST]), (Q,)),
-        carray(at_float32(a[TOTAL]), (Q,)), carray(at_float32(a[OUT]), (Q, D)),
-        carray(at_float32(a[LOGITS]), (a[WRITTEN], a[LOGITS_WIDTH]))[:, :],
-    )  # fmt: skip
+def _reader(kind):
+    @by_address
+    def read(arguments):
+        """Attend to rows of pages of a kind."""
+        a = carray(at_int64(arguments), (SIZES,))
+        many, Q, D = 1 << 40, a[QUERIES], a[WIDTH]  # no bound is checked
+        read_rows(
+            kind, carray(at_float32(a[KEYS]), (many, D)), carray(at_float32(a[VALUES]), (many, D)),
+            carray(at_uint16(a[KEYS]), (many, D)), carray(at_uint16(a[VALUES]), (many, D)),
+            carray(at_int64(a[NUMBERS]), (a[COUNT],)), a[COUNT], carray(at_float32(a[QUERY]), (Q, D)),
+            real(np.int32(a[CAP])), carray(at_float32(a[ROOM]), (Q, TILE)), carray(at_float32(a[MOST]), (Q,)),
+            carray(at_float32(a[TOTAL]), (Q,)), carray(at_float32(a[OUT]), (Q, D)),
+            carray(at_float32(a[LOGITS]), (a[WRITTEN], a[LOGITS_WIDTH]))[:, :],
+        )  # fmt: skip
+
+    return read
 
 
-@by_address
-def read_float32(arguments):
-    """Attend to rows of float32 pages."""
-    _read(FLOAT32, arguments)
-
-
-@by_address
-def read_bfloat16(arguments):
-    """Attend to rows of bfloat16 pages."""
-    _read(BFLOAT16, arguments)
-
-
-@by_address
-def read_float16(arguments):
-    """Attend to rows of float16 pages."""
-    _read(FLOAT16, arguments)
+READERS = tuple(map(_reader, (FLOAT32, BFLOAT16, FLOAT16)))

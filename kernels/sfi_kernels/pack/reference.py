@@ -161,19 +161,16 @@ def recall(
     """Write what `pack` would into a scratch segment, reading host pages only for rows that are new.
 
     A row comes from the old segment if its position is there, else from the host pages. The caller copies the
-    scratch to the segment afterwards.
-
-    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device. Here the kernel on the device reads the
-    rows over the link itself (zero copy), so that the host never waits for the indices.
+    scratch to the segment afterwards. FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device; here
+    the kernel reads the rows over the link itself, so that the host never waits for the indices.
 
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
-    Arguments as in `pack`, with these differences. The pages are on the host, pinned when the rest is on a CUDA device,
-    and `block_table_BP` numbers them; FreeKV's pages, [P, H, 2, N, D] with keys and values side by side, are passed as
-    two views. The positions to recall and those of the old segment ascend. The results go to the `into` tensors, which
-    have R rows in place of B, and `fetched_RH`, int32, gets how many rows came from the host, 0 for a row without a
-    request. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
+    Arguments as in `pack`, but the pages are on the host, pinned when the rest is on a CUDA device, and
+    `block_table_BP` numbers them; keys and values may be views of pages [P, H, 2, N, D]. The positions to recall and
+    those of the old segment ascend. The `into` tensors have R rows in place of B, and `fetched_RH`, int32, gets how
+    many rows came from the host. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
     """
     old = key_BHSD, value_BHSE, position_BHS, length_BH
     into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
@@ -192,8 +189,7 @@ def recall(
             sink_X = torch.arange(min(sinks[row], S), device=index_K.device, dtype=torch.int32)
             wanted_X = torch.cat([sink_X, index_K[index_K >= 0]])[:S]
             pages = key_PHND[:, head], value_PHNE[:, head]
-            fetched = _recall_head(pages, block_table_BP[request], wanted_X, known, target)
-            fetched_RH[row, head] = fetched
+            fetched_RH[row, head] = _recall_head(pages, block_table_BP[request], wanted_X, known, target)
 
 
 def _recall_head(
@@ -220,40 +216,9 @@ def _recall_head(
 def check(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
     index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...], heads_RH: torch.Tensor | None,
+    *, host: bool = False,
 ) -> None:  # fmt: skip
-    """Raise the errors of `pack`; a segment are keys, values, positions and lengths."""
-    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)
-    check_pages(segment[0], "key", key_pages=key_PHND)
-    check_pages(segment[1], "value", value_pages=value_PHNE)
-
-
-def check_recall(
-    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
-    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor,
-    old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
-    heads_RH: torch.Tensor | None,
-) -> None:  # fmt: skip
-    """Raise the errors of `recall`; `old` and `into` are segments as in `check`."""
-    _check_rows(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, heads_RH)
-    key, value, position, length = into
-    names = "key BHSD, value BHSE, request R, into_key RHSD, into_value RHSE, into_position RHS, into_length RH"
-    check_shapes(names + ", fetched RH", *old[:2], request_R, *into, fetched_RH)
-    check_same(old[0], "key", into_key=key)
-    check_same(old[1], "value", into_value=value)
-    check_int32(old[0].device, into_position=position, into_length=length, fetched=fetched_RH)
-    for name, pages, packed in (("key", key_PHND, old[0]), ("value", value_PHNE, old[1])):
-        if pages.dtype != packed.dtype:
-            raise ValueError(f"{name}_pages must have the dtype of {name}, {packed.dtype}, got {pages.dtype}")
-        if pages.device.type != "cpu" and pages.device != packed.device:
-            raise ValueError(f"{name}_pages must be on the host or on {packed.device}, got {pages.device}")
-
-
-def _check_rows(
-    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
-    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...],
-    heads_RH: torch.Tensor | None,
-) -> None:  # fmt: skip
-    # a packed segment, and the rows of pages that go there
+    """Raise the errors of `pack`; a segment are keys, values, positions and lengths. Pages may be on the `host`."""
     key_BHSD, value_BHSE, position_BHS, length_BH = segment
     check_shapes("key_pages PHND, value_pages PHNE", key_PHND, value_PHNE)
     (_, H, _, D), E = key_PHND.shape, value_PHNE.shape[3]
@@ -271,3 +236,24 @@ def _check_rows(
     if heads_RH is not None:
         check_shapes("heads RH", heads_RH, R=len(request_R), H=H)
         check_int32(key_BHSD.device, heads=heads_RH)
+    for name, pages, packed in (("key", key_PHND, key_BHSD), ("value", value_PHNE, value_BHSE)):
+        if pages.dtype != packed.dtype:
+            raise ValueError(f"{name}_pages must have the dtype of {name}, {packed.dtype}, got {pages.dtype}")
+        if pages.device != packed.device and not (host and pages.device.type == "cpu"):
+            raise ValueError(f"{name}_pages must be on {packed.device} like {name}, got {pages.device}")
+
+
+def check_recall(
+    key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor,
+    old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
+    heads_RH: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Raise the errors of `recall`; `old` and `into` are segments as in `check`."""
+    check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, heads_RH, host=True)
+    key, value, position, length = into
+    names = "key BHSD, value BHSE, request R, into_key RHSD, into_value RHSE, into_position RHS, into_length RH"
+    check_shapes(names + ", fetched RH", *old[:2], request_R, *into, fetched_RH)
+    check_same(old[0], "key", into_key=key)
+    check_same(old[1], "value", into_value=value)
+    check_int32(old[0].device, into_position=position, into_length=length, fetched=fetched_RH)

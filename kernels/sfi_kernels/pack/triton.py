@@ -19,27 +19,28 @@ NARROW_BYTES, NARROW_REGISTERS = 128, 80
 
 
 @triton.jit
-def _move_rows(new_ptr, pages_ptr, token, token_stride, target, own, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _move_rows(source_ptr, target_ptr, source, target, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy rows, given by their first numbers, and return them, [rows, BLOCK]."""
     column = tl.arange(0, BLOCK)[None, :]
-    mask = own[:, None] & (column < WIDTH)
-    rows = tl.load(new_ptr + token[:, None] * token_stride + column, mask=mask, other=0.0)
-    tl.store(pages_ptr + target[:, None] + column, rows, mask=mask)
-    return rows  # [BLOCK_T, BLOCK]
+    mask = valid[:, None] & (column < WIDTH)
+    rows = tl.load(source_ptr + source[:, None] + column, mask=mask, other=0.0)
+    tl.store(target_ptr + target[:, None] + column, rows, mask=mask)
+    return rows
 
 
 @triton.jit
 def append_rows(
-    key_ptr, value_ptr, key_pages_ptr, value_pages_ptr, norm_ptr, page, place, head, token, own, H, N,
+    key_ptr, value_ptr, key_pages_ptr, value_pages_ptr, norm_ptr, page, place, head, token, valid, H, N,
     key_token_stride, value_token_stride, KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Write some `token`s of a head to their places in the pages, with norms; return the keys, float32."""
     target = row_start(page, head, place, VALUE_STRIDES)  # [BLOCK_T]
-    _move_rows(value_ptr, value_pages_ptr, token, value_token_stride, target, own, E, BLOCK_E)
+    _move_rows(value_ptr, value_pages_ptr, token * value_token_stride, target, valid, E, BLOCK_E)
     target = row_start(page, head, place, KEY_STRIDES)
-    key = _move_rows(key_ptr, key_pages_ptr, token, key_token_stride, target, own, D, BLOCK_D).to(tl.float32)
+    key = _move_rows(key_ptr, key_pages_ptr, token * key_token_stride, target, valid, D, BLOCK_D).to(tl.float32)
     norm_ptr += (page.to(tl.int64) * H + head) * N + place
-    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=own)
+    tl.store(norm_ptr, tl.sqrt_rn(tl.sum(key * key, 1)), mask=valid)
     return key
 
 
@@ -55,14 +56,14 @@ def _append_kernel(
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start, count = tl.load(start_ptr + request), tl.load(count_ptr + request)
     order = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)  # among the new tokens
-    own = order < count
+    valid = order < count
     position = start + order
-    page = tl.load(block_table_ptr + request * pages + position // N, mask=own, other=0)
+    page = tl.load(block_table_ptr + request * pages + position // N, mask=valid, other=0)
     append_rows(
         key_ptr + request * key_batch_stride + head * key_head_stride,
         value_ptr + request * value_batch_stride + head * value_head_stride,
         key_pages_ptr, value_pages_ptr, norm_ptr, page, position % N, head, (T - count + order).to(tl.int64),
-        own, H, N, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+        valid, H, N, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
     )  # fmt: skip
 
 
@@ -91,14 +92,6 @@ def slot_position(index_ptr, slot, sink, K, S):
     return tl.where(slot < S, tl.where(rank < 0, slot, selected), -1)
 
 
-@triton.jit
-def _copy_rows(pages_ptr, packed_ptr, source, target, packed, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    column = tl.arange(0, BLOCK)[None, :]
-    mask = packed[:, None] & (column < WIDTH)
-    rows = tl.load(pages_ptr + source[:, None] + column, mask=mask, other=0.0)
-    tl.store(packed_ptr + target[:, None] * WIDTH + column, rows, mask=mask)  # [BLOCK_S, BLOCK]
-
-
 @triton.jit(do_not_specialize=["K", "S", "N", "pages"])
 def _pack_kernel(
     key_pages_ptr, value_pages_ptr, block_table_ptr, request_ptr, index_ptr, sink_ptr,
@@ -123,19 +116,16 @@ def _pack_kernel(
     tl.store(position_ptr + segment * S + slot, position, mask=slot < S)
     # the length is one more than the last packed slot, or 0: one slot of one program knows it
     packed, following = position >= 0, slot_position(index_ptr, slot + 1, sink, K, S)
-    tl.store(
-        length_ptr + segment + tl.zeros_like(slot),
-        tl.where(packed, slot + 1, 0),
-        mask=(packed & (following < 0)) | ((slot == 0) & ~packed),
-    )
+    last = (packed & (following < 0)) | ((slot == 0) & ~packed)
+    tl.store(length_ptr + segment + tl.zeros_like(slot), tl.where(packed, slot + 1, 0), mask=last)
 
     token = tl.maximum(position, 0)
     page = tl.load(block_table_ptr + request * pages + token // N, mask=packed, other=0)
     target = segment * S + slot
     source = row_start(page, head, token % N, KEY_STRIDES)
-    _copy_rows(key_pages_ptr, key_ptr, source, target, packed, D, BLOCK_D)
+    _move_rows(key_pages_ptr, key_ptr, source, target * D, packed, D, BLOCK_D)
     source = row_start(page, head, token % N, VALUE_STRIDES)
-    _copy_rows(value_pages_ptr, value_ptr, source, target, packed, E, BLOCK_E)
+    _move_rows(value_pages_ptr, value_ptr, source, target * E, packed, E, BLOCK_E)
 
 
 def pack(
@@ -161,20 +151,6 @@ def pack(
 
 
 @triton.jit
-def _old_place(position_ptr, position, length, steps):
-    """Return how many old positions are smaller, by binary search, and whether the next one is equal."""
-    place = tl.zeros_like(position)
-    for step in range(steps):
-        candidate = place + (1 << (steps - 1 - step))
-        inside = candidate <= length
-        probe = tl.load(position_ptr + candidate - 1, mask=inside, other=0)
-        place = tl.where(inside & (probe < position), candidate, place)
-    inside = (position >= 0) & (place < length)
-    found = tl.load(position_ptr + place, mask=inside, other=-1)
-    return place, inside & (found == position)
-
-
-@triton.jit
 def _recall_rows(
     host_ptr, old_ptr, into_ptr, host_row, old_row, into_row, packed, on_device,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
@@ -184,8 +160,8 @@ def _recall_rows(
     inside = column < WIDTH
     from_host, from_old = (packed & ~on_device)[:, None], (packed & on_device)[:, None]
     fetched = tl.load(host_ptr + host_row[:, None] + column, mask=from_host & inside, other=0.0)
-    kept = tl.load(old_ptr + old_row[:, None] * WIDTH + column, mask=from_old & inside, other=0.0)
-    rows = tl.where(from_old, kept, fetched)
+    old = tl.load(old_ptr + old_row[:, None] * WIDTH + column, mask=from_old & inside, other=0.0)
+    rows = tl.where(from_old, old, fetched)
     tl.store(into_ptr + into_row[:, None] * WIDTH + column, rows, mask=packed[:, None] & inside)
 
 
@@ -212,7 +188,14 @@ def _recall_kernel(
     index_ptr += pair * K
     position = slot_position(index_ptr, slot, sink, K, S)
     following = slot_position(index_ptr, slot + 1, sink, K, S)
-    place, on_device = _old_place(position_ptr, position, old_length, steps)
+    # how many old positions are smaller, by binary search, and whether the next one is equal
+    place = tl.zeros_like(position)
+    for step in range(steps):
+        candidate = place + (1 << (steps - 1 - step))
+        smaller = tl.load(position_ptr + candidate - 1, mask=candidate <= old_length, other=0) < position
+        place = tl.where((candidate <= old_length) & smaller, candidate, place)
+    inside = (position >= 0) & (place < old_length)
+    on_device = inside & (tl.load(position_ptr + place, mask=inside, other=-1) == position)
     if HEADS:  # noqa: SIM102 - known before the kernel is compiled
         if tl.load(heads_ptr + pair) == 0:
             counts = slot < tl.minimum(old_length, S)
@@ -222,11 +205,8 @@ def _recall_kernel(
     packed = position >= 0
     tl.store(into_position_ptr + pair * S + slot, position, mask=slot < S)
     # the length is one more than the last packed slot, or 0: one slot of one program knows it
-    tl.store(
-        into_length_ptr + pair + tl.zeros_like(slot),
-        tl.where(packed, slot + 1, 0),
-        mask=(packed & (following < 0)) | ((slot == 0) & ~packed),
-    )
+    last = (packed & (following < 0)) | ((slot == 0) & ~packed)
+    tl.store(into_length_ptr + pair + tl.zeros_like(slot), tl.where(packed, slot + 1, 0), mask=last)
     missing = tl.sum((packed & ~on_device).to(tl.int32))
     tl.atomic_add(fetched_ptr + pair, missing, mask=missing > 0, sem="relaxed")
 

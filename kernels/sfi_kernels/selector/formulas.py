@@ -16,6 +16,8 @@ from torch.nn.functional import pad
 from sfi_kernels.constants import EPS, MASKED_SCORE
 from sfi_kernels.op import check_shapes
 
+Gather = Callable[[torch.Tensor], torch.Tensor]  # stacks the tensors of all processes that share a layer's heads
+
 
 def check_not_negative(value: int, name: str) -> None:
     """Raise `ValueError` if a count is below 0."""
@@ -46,26 +48,23 @@ def distribution(weight_BHT: torch.Tensor, power: float = 1.0) -> torch.Tensor:
 
 def neighborhood_peak(tensor: torch.Tensor, radius: int) -> torch.Tensor:
     """Take the maximum over `radius` positions on each side, along the last dimension."""
-    padded = pad(tensor, (radius, radius), value=-torch.inf)
-    if by_numpy(tensor):
-        return torch.from_numpy(_window_peak(padded.detach().numpy(), 2 * radius + 1, np.maximum))
-    peak: torch.Tensor = _window_peak(padded, 2 * radius + 1, torch.maximum)
-    return peak
+    peak: Any = pad(tensor, (radius, radius), value=-torch.inf)
+    maximum: Callable[[Any, Any], Any] = torch.maximum
+    if numpy := by_numpy(tensor):
+        peak, maximum = peak.detach().numpy(), np.maximum
+    # windows that double, each the maximum of two: pooling takes as many comparisons as a window is wide
+    reached, window = 1, 2 * radius + 1
+    while reached < window:
+        step = min(reached, window - reached)
+        peak = maximum(peak[..., :-step], peak[..., step:])
+        reached += step
+    result: torch.Tensor = torch.from_numpy(peak) if numpy else peak
+    return result
 
 
 def by_numpy(tensor: torch.Tensor) -> bool:
     """Say whether numpy takes maxima: three times as fast as PyTorch for rows of some thousand numbers."""
     return tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
-
-
-def _window_peak(values: Any, window: int, maximum: Callable[[Any, Any], Any]) -> Any:
-    # windows that double, each the maximum of two: pooling takes as many comparisons as a window is wide
-    reached = 1
-    while reached < window:
-        step = min(reached, window - reached)
-        values = maximum(values[..., :-step], values[..., step:])
-        reached += step
-    return values
 
 
 def pool_neighbors(logits_BHGWT: torch.Tensor, allowed_BT: torch.Tensor | None, span: int) -> torch.Tensor:
@@ -90,10 +89,8 @@ def attention_probability(
     """Turn each query's logits into a distribution on the allowed set (Eq. 6).
 
     The scaled logits are -inf where a query may not look, never NaN or +inf; `log_sum_BHGW` is their log-sum-exp over
-    J, where it is known already.
-
-    p, [B, H, G, W, T], is 0 outside J, and each row sums to 1. A query that sees nothing of J has a row of zeros, and
-    so adds nothing to the evidence.
+    J, where it is known already. p, [B, H, G, W, T], is 0 outside J, and each row sums to 1, or is zeros where a query
+    sees nothing of J.
     """
     inside = None if allowed_BT is None else allowed_BT[:, None, None, None, :]
     inside_BHGWT = masked(widened(logits_BHGWT), inside, -torch.inf)
@@ -219,16 +216,12 @@ def soft_nms(score_BHT: torch.Tensor, alpha_soft: float, radius: int) -> torch.T
 
 
 def exclude_across_heads(
-    score_BHT: torch.Tensor,
-    alpha_cross: float,
-    temperature: float,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    score_BHT: torch.Tensor, alpha_cross: float, temperature: float, gather: Gather | None = None
 ) -> torch.Tensor:
     """Make KV heads compete for a position; z_adj, [B, H, T] (Eqs. 22-23).
 
     A single KV head keeps its scores, which are finite. `alpha_cross` >= 0 is the strength of the exclusivity, 0 none;
-    `temperature` > 0 the paper's T, lower is sharper. Paper gap: not given. `gather` stacks the tensors of all
-    processes that share the layer's heads; None where one has them all.
+    `temperature` > 0 the paper's T, lower is sharper. Paper gap: not given. `gather` is None where a process has all.
     """
     score_BHT = widened(score_BHT)
     if alpha_cross == 0:
@@ -250,10 +243,9 @@ def exclude_across_heads(
 def pool_by_page(score_BHT: torch.Tensor, page_size: int) -> torch.Tensor:
     """Give every position of J the score of its page: the logarithm of the mean of its tokens' scores.
 
-    Pages begin at position 0, as the blocks of a paged cache do; `page_size` need not divide T. `top_k` of the result
-    takes whole pages, the one with the higher score first, the lower page at a tie; of a page at an edge of J only the
-    positions in J, and of the last page the first ones, as many as the budget has left. Scores, z_adj, are at or below
-    `MASKED_SCORE / 2` outside J. The host never waits for a device.
+    Pages begin at position 0; `page_size` need not divide T. `top_k` of the result takes whole pages, the lower one at
+    a tie; of a page at an edge of J only the positions in J, and of the last page the first ones, as many as the budget
+    has left. Scores, z_adj, are at or below `MASKED_SCORE / 2` outside J. The host never waits for a device.
 
     Paper gap: the paper selects single tokens. The mean was chosen over the best score and the mean log score
     (docs/evidence/granularity.md).

@@ -1,9 +1,8 @@
 """From logits to the power mean, Eqs. 6 and 7, and the partial results of the Selector's kernels.
 
-A row of T positions, of one KV head, is cut into chunks of one size, a program each. A program writes its
-results to `partial` and `sums`, [quantity, row, chunk], and the next launch merges a row's chunks, CHUNKS at
-a time: lane by lane, then the lanes. So empty chunks behind the last candidate change no bit, and a T that is
-only a bound gives the scores of the true T. `merged`, [quantity, row], holds the results of whole rows.
+A row of T positions, of one KV head, is cut into chunks, a program each, which writes to `partial` and `sums`,
+[quantity, row, chunk]. The next launch merges a row's chunks, CHUNKS at a time: lane by lane, then the lanes. So empty
+chunks change no bit, and a T that is only a bound gives the scores of the true T. `merged` is [quantity, row].
 """
 
 import triton
@@ -109,26 +108,6 @@ def _selector_log_sum_kernel(row_ptr, log_sum_ptr, chunks, CHUNKS: tl.constexpr)
     tl.store(log_sum_ptr + row, base + tl.log(tl.where(whole > 0, whole, 1.0)))
 
 
-@triton.jit
-def _power_mean(
-    logits_ptr, log_sum_ptr, start, inside, gives, group_stride, query_stride, W, alpha,
-    G: tl.constexpr, LEVELS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    mean = tl.zeros([BLOCK], tl.float32)
-    for w in range(W):
-        share = tl.zeros([BLOCK], tl.float32)
-        for g in tl.static_range(G):
-            query_ptr = logits_ptr + g * group_stride + w * query_stride
-            logit = _load_logits(query_ptr, start, inside, gives, LEVELS, SPAN, BLOCK, WIDE)
-            # Eq. 6
-            log_p = logit - finite(tl.load(log_sum_ptr + g * W + w))
-            share += tl.exp(alpha * log_p)
-        mean += share
-    # Eq. 7
-    return mean / (G * W)
-
-
 @triton.jit(
     do_not_specialize=["batch_stride", "head_stride", "group_stride", "query_stride", "allowed_stride", "H", "W", "T"]
 )
@@ -147,10 +126,18 @@ def _selector_mean_kernel(
     t = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = _load_allowed(allowed_ptr, chunk * BLOCK, T, BLOCK)
     gives = _load_allowed(allowed_ptr, chunk * BLOCK - SPAN, T, WIDE)
-    mean = _power_mean(
-        logits_ptr, log_sum_ptr, chunk * BLOCK, inside, gives, group_stride, query_stride, W, alpha,
-        G, LEVELS, SPAN, BLOCK, WIDE,
-    )  # fmt: skip
+    mean = tl.zeros([BLOCK], tl.float32)
+    for w in range(W):
+        share = tl.zeros([BLOCK], tl.float32)
+        for g in tl.static_range(G):
+            query_ptr = logits_ptr + g * group_stride + w * query_stride
+            logit = _load_logits(query_ptr, chunk * BLOCK, inside, gives, LEVELS, SPAN, BLOCK, WIDE)
+            # Eq. 6
+            log_p = logit - finite(tl.load(log_sum_ptr + g * W + w))
+            share += tl.exp(alpha * log_p)
+        mean += share
+    # Eq. 7
+    mean /= G * W
     tl.store(mean_ptr + t, mean, mask=t < T)
     first, last = tl.where(inside, t, T), tl.where(inside, t, -1)
     partial_ptr += row * chunks + chunk

@@ -1,13 +1,13 @@
 """Algorithm 2 in plain PyTorch, up to the Top-K."""
 
-from collections.abc import Callable
-
 import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.op import check_shapes
 from sfi_kernels.selector import formulas
+
+NOTES = "evidence_norm2", "evidence_dot_prior", "prior_norm2", "evidence_entropy"  # |f|^2, f.r, |r|^2, f's in nats
 
 
 def selector(
@@ -28,7 +28,7 @@ def selector(
     span: int = 0,
     log_sum_BHGW: torch.Tensor | None = None,
     diagnostics: dict[str, torch.Tensor] | None = None,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    gather: formulas.Gather | None = None,
     interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the allowed positions of every KV head (Algorithm 2, lines 2-14).
@@ -41,9 +41,8 @@ def selector(
     `span` are the neighbors that a hit brings along (`pool_neighbors`), 0 in the paper.
 
     `log_sum_BHGW` is the log-sum-exp over J of each query's logits, if attention left it: float32, -inf where a query
-    sees nothing of J; ignored with a span, whose pooled logits have another sum. `diagnostics` receives
-    `evidence_norm2`, `evidence_dot_prior`, `prior_norm2` (|f|^2, f.r, |r|^2) and `evidence_entropy` (of f, in nats),
-    each [B, H] float32. Where processes share the layer's KV heads, `exclude_across_heads` calls `gather` once.
+    sees nothing of J; ignored with a span, whose pooled logits have another sum. `diagnostics` receives `NOTES`, each
+    [B, H] float32. Where processes share the layer's KV heads, `exclude_across_heads` calls `gather` once.
 
     Returns:
         z_adj, [B, H, T] float32, finite, `MASKED_SCORE` or lower outside J; and lambda*, [B, H]. Of float64
@@ -66,25 +65,15 @@ def selector(
 
     lambda_BH = formulas.stable_weight(f_BHT, r_BHT, lambda_clip)
     if diagnostics is not None:
-        diagnostics["evidence_norm2"] = f_BHT.square().sum(-1).float()
-        diagnostics["evidence_dot_prior"] = (f_BHT * r_BHT).sum(-1).float()
-        diagnostics["prior_norm2"] = r_BHT.square().sum(-1).float()
-        diagnostics["evidence_entropy"] = -torch.xlogy(f_BHT, f_BHT).sum(-1).float()
+        terms = f_BHT.square(), f_BHT * r_BHT, r_BHT.square(), torch.xlogy(f_BHT, f_BHT)
+        *norms, log_sum = (term.sum(-1).float() for term in terms)
+        diagnostics.update(zip(NOTES, (*norms, -log_sum), strict=True))
     z_BHT = formulas.log_score(formulas.fuse(f_BHT, r_BHT, lambda_BH), allowed_BT)
     z_nms_BHT = formulas.soft_nms(z_BHT, alpha_soft, radius)
     z_adj_BHT = formulas.exclude_across_heads(z_nms_BHT, alpha_cross, temperature, gather)
     if interval is not None:
         z_adj_BHT = pad(z_adj_BHT, (interval[0], T - interval[1]), value=MASKED_SCORE)
     return z_adj_BHT, lambda_BH
-
-
-def everywhere(logits_BHGWT: torch.Tensor, interval: tuple[int, int] | None = None) -> torch.Tensor:
-    """Return the candidate set that allows every position, or those of an interval, [B, T]."""
-    B, *_, T = logits_BHGWT.shape
-    first, stop = interval or (0, T)
-    allowed_BT = torch.zeros(B, T, dtype=torch.bool, device=logits_BHGWT.device)
-    allowed_BT[:, first:stop] = True
-    return allowed_BT
 
 
 def check(

@@ -1,10 +1,5 @@
-"""The Selector in Triton: five launches, or seven where attention did not compute the log-sum-exp.
+"""The Selector in Triton: five launches, or seven where attention did not compute the log-sum-exp."""
 
-For each position and KV head of G * W queries: 4 G W bytes of float32 logits read (twice without the
-log-sum-exp), then 32 bytes of power mean, key norm and score read or written.
-"""
-
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -12,9 +7,9 @@ import triton
 
 from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.selector import logit_pass_triton as q
-from sfi_kernels.selector.formulas import exclude_across_heads
+from sfi_kernels.selector.formulas import Gather, exclude_across_heads
 from sfi_kernels.selector.logit_pass_triton import _selector_log_sum_kernel, _selector_mean_kernel, _selector_row_kernel
-from sfi_kernels.selector.reference import check, everywhere
+from sfi_kernels.selector.reference import NOTES, check
 from sfi_kernels.selector.score_pass_triton import (
     _selector_refine_kernel,
     _selector_score_kernel,
@@ -32,22 +27,21 @@ def selector(
     logits_BHGWT: torch.Tensor, key_norm_BHT: torch.Tensor, allowed_BT: torch.Tensor | None, *, alpha: float,
     gamma: float, beta: float, power: float, eta: float, lambda_clip: float, alpha_soft: float, radius: int,
     alpha_cross: float, temperature: float, span: int = 0, log_sum_BHGW: torch.Tensor | None = None,
-    diagnostics: dict[str, torch.Tensor] | None = None,
-    gather: Callable[[torch.Tensor], torch.Tensor] | None = None, interval: tuple[int, int] | None = None,
+    diagnostics: dict[str, torch.Tensor] | None = None, gather: Gather | None = None,
+    interval: tuple[int, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """See `reference.selector`. T is contiguous in every tensor, and none is float64."""
     check(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW, interval, alpha, lambda_clip, temperature, span, radius)
-    if allowed_BT is None or interval is not None:
-        allowed_BT = everywhere(logits_BHGWT, interval)
-    _check_layout(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     B, H, G, W, T = logits_BHGWT.shape
+    if allowed_BT is None or interval is not None:
+        allowed_BT = torch.zeros(B, T, dtype=torch.bool, device=logits_BHGWT.device)
+        allowed_BT[:, slice(*(interval or (0, T)))] = True
+    _check_layout(logits_BHGWT, key_norm_BHT, allowed_BT, log_sum_BHGW)
     rows, chunks = B * H, triton.cdiv(T, BLOCK)
     empty = partial(torch.empty, dtype=torch.float32, device=logits_BHGWT.device)
-    z_BHT = empty(B, H, T)
-    partials = empty(q.PARTIALS, rows, chunks)
-    sums = empty(q.SUMS, rows, chunks, dtype=torch.float64)
+    z_BHT, z_adj_BHT = empty(B, H, T), empty(B, H, T)
+    partials, sums = empty(q.PARTIALS, rows, chunks), empty(q.SUMS, rows, chunks, dtype=torch.float64)
     merged = empty(q.MERGED, B, H)
-    z_adj_BHT = empty(B, H, T)
 
     queries = (*logits_BHGWT.stride()[:4], allowed_BT.stride(0), H, W, T)
     pooled = {"LEVELS": (2 * span + 1).bit_length() - 1, "SPAN": span, "BLOCK": BLOCK,
@@ -84,10 +78,7 @@ def selector(
     if gather is not None:
         z_adj_BHT = exclude_across_heads(z_adj_BHT, alpha_cross, temperature, gather)
     if diagnostics is not None:
-        diagnostics["evidence_norm2"] = merged[q.NORM2.value]
-        diagnostics["evidence_dot_prior"] = merged[q.DOT.value]
-        diagnostics["prior_norm2"] = merged[q.PRIOR_NORM2.value]
-        diagnostics["evidence_entropy"] = merged[q.ENTROPY.value]
+        diagnostics.update(zip(NOTES, merged[q.NORM2.value :], strict=True))
     return z_adj_BHT, merged[q.WEIGHT.value]
 
 

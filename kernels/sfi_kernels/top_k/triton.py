@@ -1,13 +1,10 @@
 """Top-K in Triton: an exact radix select in five launches, none of which waits for another program.
 
-A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: a program
-first finds the digit that the launch before settled, then counts the next digit of the keys that still match
-into a histogram that the row's programs share. Nothing is zeroed beforehand: in the first launch each chunk
-has its own histogram, and the first chunk's program zeroes those of the next launches. The fourth launch also
-counts how many positions each chunk takes; the fifth writes the positions.
-
-Every launch reads every score once: 20 bytes per position of float32 scores, 10 of half precision. The scratch is 4 KiB
-per row and 1 KiB per chunk of 4096 positions. All counts are integers, so the order of programs does not matter.
+A score's key is an int32 of the same order. Four launches narrow the K-th best key by 8 bits each: a program finds the
+digit that the launch before settled, and counts the next digit of the keys that still match into a histogram of the
+row. Nothing is zeroed beforehand: in the first launch each chunk has its own histogram, and the first chunk's program
+zeroes those of the next launches. The fourth launch also counts how many positions each chunk takes; the fifth writes
+them. Every launch reads every score once; counts are integers, so the order of programs does not matter.
 """
 
 from functools import partial
@@ -44,28 +41,22 @@ def _load_keys(row_ptr, t, T):
 
 
 @triton.jit
-def _first_counts(chunk_ptr, chunks):
-    """Add up the first launch's counts of a row's chunks, [BINS]."""
-    digit = tl.arange(0, BINS)[None, :]
-    counts = tl.zeros([ADDED, BINS], tl.int32)
-    for first in range(0, chunks, ADDED):
-        chunk = first + tl.arange(0, ADDED)[:, None]
-        counts += tl.load(chunk_ptr + chunk * COLUMNS + digit, mask=chunk < chunks, other=0)
-    return tl.sum(counts, 0)
-
-
-@triton.jit
 def _narrow(counts_ptr, state_ptr, chunk_ptr, chunks, budget, PASS: tl.constexpr):
     """Return the threshold's first PASS digits, and how many keys with these digits to take."""
     if PASS == 0:
         return 0, budget
-    if PASS == 1:
+    digit = tl.arange(0, BINS)
+    if PASS == 1:  # the first launch counted by chunk
         prefix, room = 0, budget
+        added = tl.zeros([ADDED, BINS], tl.int32)
+        for first in range(0, chunks, ADDED):
+            chunk = first + tl.arange(0, ADDED)[:, None]
+            added += tl.load(chunk_ptr + chunk * COLUMNS + digit[None, :], mask=chunk < chunks, other=0)
+        counts = tl.sum(added, 0)
     else:
         prefix = tl.load(state_ptr + 2 * (PASS - 1))
         room = tl.load(state_ptr + 2 * (PASS - 1) + 1)
-    digit = tl.arange(0, BINS)
-    counts = _first_counts(chunk_ptr, chunks) if PASS == 1 else tl.load(counts_ptr + (PASS - 1) * BINS + digit)
+        counts = tl.load(counts_ptr + (PASS - 1) * BINS + digit)
     above_or_equal = tl.cumsum(counts, reverse=True)
     pivot = tl.sum((above_or_equal >= room).to(tl.int32)) - 1
     room -= tl.sum(tl.where(digit > pivot, counts, 0))
@@ -134,8 +125,8 @@ def _top_k_write_kernel(
     key = _load_keys(score_ptr, t, T)
     best, tied = key > threshold, key == threshold
     # both counts in one scan, of 16 bits each
-    own = best.to(tl.int32) + tied.to(tl.int32) * 65536
-    before = tl.cumsum(own) - own
+    each = best.to(tl.int32) + tied.to(tl.int32) * 65536
+    before = tl.cumsum(each) - each
     above += before & 65535
     equal += before >> 16
     if threshold == MASKED_KEY:  # fewer positions are allowed than asked for
@@ -158,12 +149,9 @@ def top_k(score_BHT: torch.Tensor, budget: int) -> torch.Tensor:
     B, H, T = score_BHT.shape
     K, rows, chunks = min(budget, T), B * H, triton.cdiv(T, CHUNK.value)
     empty = partial(torch.empty, dtype=torch.int32, device=score_BHT.device)
-    index_BHK = empty(B, H, K)
-    counts = empty(rows, PASSES.value, BINS.value)
-    state = empty(rows, PASSES.value, 2)
-    chunk_counts = empty(rows, chunks, COLUMNS.value)
-    scratch, sizes = (counts, state, chunk_counts), (H, T, K, *score_BHT.stride()[:2])
-    grid = (rows, chunks)
+    index_BHK, grid, sizes = empty(B, H, K), (rows, chunks), (H, T, K, *score_BHT.stride()[:2])
+    counts, state = empty(rows, PASSES.value, BINS.value), empty(rows, PASSES.value, 2)
+    scratch = counts, state, empty(rows, chunks, COLUMNS.value)
     for step in range(PASSES.value):
         launch(_top_k_count_kernel, grid, score_BHT, *scratch, *sizes, num_warps=WARPS, PASS=step)
     launch(
