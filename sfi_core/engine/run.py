@@ -267,7 +267,7 @@ class Run:
             chosen[rows] = Rows.of(states, self.policy.config.sink, step, self.store.block_table_BP)
         return chosen[rows]
 
-    def launches(self) -> AbstractContextManager[None]:
+    def launches(self) -> AbstractContextManager[object]:
         """Count the Triton kernels launched inside."""
         return counting(self.meter.kernels) if self.store.backend == "triton" else nullcontext()
 

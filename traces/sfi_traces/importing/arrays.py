@@ -132,7 +132,7 @@ def _attention(path: Path) -> Arrays:
     if not isinstance(document, Mapping):
         raise ValueError(f"it must be a dict, got {type(document).__name__}")  # noqa: TRY004 - as above
     values = {str(name): value for name, value in document.items() if name != "attentions"}
-    passes = document.get("attentions")
+    passes: Any = document.get("attentions")
     if _are(passes, torch.Tensor):  # a forward pass returns its layers, `generate` a tuple of passes
         passes = (passes,)
     if not _are(passes, list | tuple) or not all(_are(layers, torch.Tensor) for layers in passes):

@@ -27,11 +27,13 @@ class Table:
     @classmethod
     def of(cls, title: str, columns: Columns, rows: Iterable[Row], **more: Any) -> Self:
         """Write the columns of each row."""
-        cells = [
-            [column(row) if callable(column) else column[0](row[column[1]]) for column in columns.values()]
-            for row in rows
-        ]
+        cells = [[written(column, row) for column in columns.values()] for row in rows]
         return cls(title, (*columns,), cells, **more)
+
+
+def written(column: Column, row: Row) -> str:
+    """Write a column of a row."""
+    return column(row) if callable(column) else column[0](row[column[1]])
 
 
 def number(value: float | None, digits: int = 3) -> str:
