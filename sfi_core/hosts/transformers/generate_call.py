@@ -97,6 +97,7 @@ class OwnProcessors(Picker):
     processor must be a function of tokens and scores: it is called for drafted tokens too.
     """
 
+    tokens: TokensSoFar
     own_scores = False
 
     def __init__(
@@ -121,15 +122,6 @@ class OwnProcessors(Picker):
         """See `Picker`; the request's prompt keeps its padding."""
         del ids_1T
         return OwnProcessors(self._chosen, self._ids_RT, [request], self._ranks, self._seed)
-
-    def seat(self, row: int, other: "OwnProcessors") -> None:
-        """See `Picker`."""
-        super().seat(row, other)
-        self.tokens.seat(row, other.tokens)
-
-    def note(self, tokens: Sequence[Sequence[int]]) -> None:
-        """See `Picker`."""
-        self.tokens.add(tokens)
 
     def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
