@@ -54,23 +54,18 @@ def held(layers: Iterable[Any]) -> dict[str, Any]:
 
 
 def hold(layers: Sequence[Any], parts: Mapping[str, Any], batch: int, device: torch.device) -> None:
-    """Let the windows and states of fresh cache layers hold copies of one request's, as `held` returned them.
-
-    Raise KeyError, IndexError or ValueError for parts that the layers do not have.
-    """
+    """Let windows and states of fresh cache layers hold copies of one request's or a batch's, as `held` has them."""
     for name, part in parts.items():
         index, what, *number = name.split(".")
         layer = layers[int(index)]
         value = part
         if isinstance(part, torch.Tensor):
-            value = part.to(device).repeat(batch, *[1] * (part.dim() - 1))
+            value = part.to(device).repeat(batch // len(part), *[1] * (part.dim() - 1))
             layer.dtype, layer.device = part.dtype, device
         if number:
             layer.__dict__[what][int(number[0])] = value
-        elif what in WINDOW:
-            setattr(layer, what, value)
         else:
-            raise KeyError(what)
+            setattr(layer, what, value)
 
 
 def seat_states(layer: Any, row: int, other: Any) -> None:
