@@ -14,8 +14,9 @@ from sfi_core.engine.select import end_prompt
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.hosts.transformers.cache import SfiCache
-from sfi_core.hosts.transformers.own_layers import held, hold
+from sfi_core.hosts.transformers.own_layers import alike, held, hold
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.shapes import probe
 from sfi_core.state.kv_store import KVStore
 
 TAIL = 256  # last tokens of a prompt that the next one may not share: windows and states are kept before them too
@@ -32,13 +33,8 @@ class KnownPrompt:
             raise ConfigError("a prompt cache must be of one process, got several ranks")
         if known.tokens and known.model != session.model_key:
             raise ConfigError("a prompt cache must be of this model, its dtype and its kv_dtype, got another's")
-        shapes = enumerate(session.shapes())
-        full = {index: shape for index, shape in shapes if shape.window is None and shape.owner is None}
-        widths = {index: (shape.heads, shape.key_width, shape.value_width) for index, shape in full.items()}
-        T = len(known.tokens)
-        sizes = {index: [(1, H, T, D), (1, H, T, E)] for index, (H, D, E) in widths.items()}
-        if known.tokens and sizes != {index: [tuple(x.shape) for x in pair] for index, pair in known.layers.items()}:
-            raise InputError("a prompt cache must have the model's layers, heads and widths, got others")
+        if known.tokens:
+            _check(known, session)
         self._known, self._session, self._cache = known, session, cache
         self._prompts, self._leaves = prompts, leaves
         self._hosted = any(shape.hosted for shape in session.shapes())
@@ -69,11 +65,8 @@ class KnownPrompt:
             (index, [part[:, :, :column].to(run.device).expand(len(count), -1, -1, -1) for part in pair])
             for index, pair in known.layers.items()
         )
-        try:
-            with run.observer.span("prefill"):
-                _enter(run, self._cache, rows, known.others.get(column, {}))
-        except (KeyError, IndexError, ValueError) as error:
-            raise InputError("a prompt cache must have the model's windows and states, got others") from error
+        with run.observer.span("prefill"):
+            _enter(run, self._cache, rows, known.others.get(column, {}))
         self._after = {place: parts for place, parts in known.others.items() if place <= column}
         return column
 
@@ -97,6 +90,28 @@ class KnownPrompt:
         known.layers = {
             index: _read(run.store, index, len(prompt)) for index in run.layers - set(run.store.layers.owners)
         }
+
+
+def _check(known: PromptCache, session: Session) -> None:
+    # a crafted file may have the model's key and other tensors
+    asked, T = session.kv_dtype or session.model.dtype, len(known.tokens)
+    expected: dict[int, list[Any]] = {}
+    for index, shape in enumerate(session.shapes()):
+        if shape.window is None and shape.owner is None:
+            dtype = asked if asked.itemsize == shape.itemsize else torch.float32
+            expected[index] = [((1, shape.heads, T, width), dtype) for width in (shape.key_width, shape.value_width)]
+    if expected != {index: [(tuple(x.shape), x.dtype) for x in pair] for index, pair in known.layers.items()}:
+        raise InputError("a prompt cache must have the model's layers, heads, widths and dtype, got others")
+    if known.checked:
+        return
+    cache = SfiCache(session.model)
+    if known.others:
+        probe(session.model, cache)
+    if not alike(cache.layers, known.others):
+        raise InputError("a prompt cache must have the model's windows and states, got others")
+    if not known.finite:
+        raise InputError("a prompt cache must have finite numbers, got NaN or infinity")
+    known.checked = True
 
 
 def _read(store: KVStore, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -68,6 +68,24 @@ def hold(layers: Sequence[Any], parts: Mapping[str, Any], batch: int, device: to
             setattr(layer, what, value)
 
 
+def alike(layers: Sequence[Any], others: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Say whether layers that have read some tokens would hold such parts after so many: names, shapes and dtypes."""
+    known = held(layers)
+
+    def kinds(parts: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
+
+    def after(place: int) -> Iterator[tuple[str, Any]]:
+        for name, part in known.items():
+            index, what, *_ = name.split(".")
+            if what in ("keys", "values"):
+                yield name, part[:, :, :1].expand(-1, -1, min(place, layers[int(index)].sliding_window - 1), -1)
+            else:
+                yield name, place if what == "cumulative_length" else part
+
+    return all(kinds(parts) == kinds(dict(after(place))) for place, parts in others.items())
+
+
 def seat_states(layer: Any, row: int, other: Any) -> None:
     """Give a row the states of a request that was read alone."""
     for kind, number, state in states(other):
