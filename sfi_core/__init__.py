@@ -10,9 +10,8 @@ from sfi_core.settings.engine import AuditConfig, EngineOptions, Sampling
 if TYPE_CHECKING:
     from sfi_core.engine.prompt_cache import PromptCache
     from sfi_core.generation.generate import Result, generate, read_prompt
-    from sfi_core.hosts.transformers.custom_generate import custom_generate
     from sfi_core.hosts.transformers.session import Session
-    from sfi_core.hosts.transformers.slow_fast import slow_fast
+    from sfi_core.hosts.transformers.slow_fast import custom_generate, slow_fast
     from sfi_core.models.load import load
     from sfi_core.observers.observer import NullObserver
 
@@ -22,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 # imported on first use: these modules import torch or transformers, which would slow `sfi --help` down
 _LAZY = {
-    "custom_generate": "hosts.transformers.custom_generate",
+    "custom_generate": "hosts.transformers.slow_fast",
     "NullObserver": "observers.observer",
     "PromptCache": "engine.prompt_cache",
     "Result": "generation.generate",

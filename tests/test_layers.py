@@ -240,7 +240,7 @@ LISTED = {
     "_is_mkldnn_bf16_supported": (torch.ops.mkldnn, PRIVATE),
     "_is_mkldnn_fp16_supported": (torch.ops.mkldnn, PRIVATE),
     "_python_dispatch": (torch.utils, PRIVATE),
-    "_sample": (GenerationMixin, "sfi_core/hosts/transformers/custom_generate.py"),  # the loop of `model.generate`
+    "_sample": (GenerationMixin, "sfi_core/hosts/transformers/slow_fast.py"),  # the loop of `model.generate`
     # sfi_kernels cannot import sfi_core
     "_cache": (COMPILED, "kernels/sfi_kernels/compiled.py"),
     "_cache_file": (CACHED, "kernels/sfi_kernels/compiled.py"),

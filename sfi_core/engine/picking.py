@@ -144,13 +144,14 @@ class Row:
 
 
 class Picker(ABC):
-    """Turns logits into tokens; `rows` has the request of each row.
+    """Turns logits into tokens; `rows` has the request of each row, `tokens` their tokens if `scores` needs them.
 
     A sampled token has the largest sum of processed score and Gumbel noise, which does not depend on the rest of the
     batch or the tokens per pass. `ahead` is called with a step's tokens, still on the device, before the host waits.
     """
 
     hint = ""  # ends the message of an error about scores that are not finite
+    tokens: TokensSoFar | None = None
     own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
 
     def __init__(
@@ -169,10 +170,6 @@ class Picker(ABC):
     def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """Process the float32 logits of some of `pick`'s positions."""
 
-    def note(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Keep each row's new tokens if `scores` needs them; by default it does not."""
-        del tokens
-
     def widest(self, vocabulary: int) -> int:
         """Return how many numbers `scores` holds per position."""
         return vocabulary
@@ -180,6 +177,8 @@ class Picker(ABC):
     def seat(self, row: int, other: Self) -> None:
         """Put a request that was sampled alone into a row."""
         (self.rows[row],) = other.rows
+        if self.tokens is not None and other.tokens is not None:
+            self.tokens.seat(row, other.tokens)
 
     def __call__(self, logits_BV: torch.Tensor, finished_B: list[bool]) -> list[int]:
         """Pick and note the next token of every request; a finished request gets `PAD`.
@@ -211,7 +210,8 @@ class Picker(ABC):
         """Note each row's new tokens, any number of them."""
         for row, new in zip(self.rows, tokens, strict=True):
             row.step += len(new)
-        self.note(tokens)
+        if self.tokens is not None:
+            self.tokens.add(tokens)
 
     def _choose(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int], tail: Sequence[Sequence[int]]

@@ -14,6 +14,7 @@ from sfi_core.machine.files import atomic_file
 from sfi_core.machine.text import first_line, shown
 
 FILE, FORMAT = "prompt.safetensors", "sfi-prompt-cache-1"
+MOST_TOKENS = 1 << 24  # of a file, which become Python's numbers
 UNKNOWN = "unknown"  # what the key of a model without a digest begins with
 
 
@@ -29,17 +30,25 @@ class PromptCache:
         layers: By full-attention layer that has keys of its own, keys [1, H, T, D] and values [1, H, T, E].
         others: By a number of tokens what sliding windows and states held after so many, as `SfiCache.held` names it.
         model: What the model is known by, `Session.model_key`.
+        checked: Whether the tensors are known to be such as this model's; those of a file are when a run takes them.
     """
 
     tokens: list[int] = field(default_factory=list)
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
     model: str = ""
+    checked: bool = True
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    @property
+    def finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        numbers = (tensor for tensor in self._tensors().values() if tensor.is_floating_point())
+        return all(bool(end.isfinite()) for tensor in numbers for end in torch.aminmax(tensor))
 
     def agreed(self, prompt: Sequence[int]) -> int:
         """Return how many tokens a prompt shares with this one, from the first on."""
@@ -79,12 +88,13 @@ class PromptCache:
     def load(cls, folder: str | Path) -> Self:
         """Map the cache of a folder into memory; raise `InputError` for a folder without one, or a damaged one."""
         try:
-            with safe_open(Path(folder) / FILE, "pt") as file:
+            path = Path(folder) / FILE
+            if not path.is_file():
+                raise InputError(f"prompt cache {folder} must have a {FILE}, got none")  # a pipe would have no end
+            with safe_open(path, "pt") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
                 return cls._of(file.metadata() or {}, tensors)
-        except FileNotFoundError as error:
-            raise InputError(f"prompt cache {folder} must have a {FILE}, got none") from error
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
             raise InputError(f"prompt cache {folder} is damaged: {first_line(error)}") from error
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -99,12 +109,18 @@ class PromptCache:
     def _of(cls, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Self:
         if metadata["format"] != FORMAT:
             raise ValueError(f"its format must be {FORMAT}, got {shown(metadata['format'])}")
-        cache = cls(tensors.pop("tokens").tolist(), model=metadata["model"])
+        tokens = tensors.pop("tokens")
+        if tokens.dtype != torch.int64 or tokens.dim() != 1 or not 0 < len(tokens) <= MOST_TOKENS:
+            shape = f"{' x '.join(map(str, tokens.shape))} {tokens.dtype}"
+            raise ValueError(f"its tokens must be a row of {MOST_TOKENS:,} int64 at most, got {shape}")
+        cache = cls(tokens.tolist(), model=metadata["model"], checked=False)
         for name, tensor in tensors.items():
             where, part = name.split(".", 1)
             if where.startswith("after "):
-                value = tensor if tensor.dim() else tensor.item()
-                cache.others.setdefault(int(where.removeprefix("after ")), {})[part] = value
+                place, value = int(where.removeprefix("after ")), tensor if tensor.dim() else tensor.item()
+                if not 0 < place <= len(tokens):
+                    raise ValueError(f"its windows must be after 1 to {len(tokens):,} tokens, got {shown(place)}")
+                cache.others.setdefault(place, {})[part] = value
             elif part == "key":
                 cache.layers[int(where)] = tensor, tensors[f"{where}.value"]
         return cache

@@ -13,7 +13,7 @@ from sfi_core.engine import ledger
 from sfi_core.engine.batch_pass import BatchPass, Descriptors, PromptQueries, Rows, SeenLayer, Watcher, known_requests
 from sfi_core.engine.ledger import Meter, Reads, RequestPass, Shape
 from sfi_core.engine.maintenance import Maintenance, schedule
-from sfi_core.observers.events import BeginStepEvent, RecallEvent, StepEvent
+from sfi_core.observers.events import BeginStepEvent, PromptEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
 from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
@@ -101,8 +101,14 @@ class Run:
         """Return the requests in some rows."""
         return tuple(self.requests[row].request for row in rows)
 
-    def begin_prefill(self, count: Sequence[int], *, final: bool) -> None:
-        """Enter a pass over `count` prompt tokens of each request; the final pass is step 0 (g_0 = 1)."""
+    def begin_prefill(self, count: Sequence[int], ids_BT: torch.Tensor | None = None, *, final: bool) -> None:
+        """Enter a pass over `count` prompt tokens of each request; the final pass is step 0 (g_0 = 1).
+
+        `ids_BT` are the tokens, padded on the left; None for embeddings and random keys.
+        """
+        if ids_BT is not None:
+            requests = self.requests_of(range(len(count)))
+            self.observer.on(PromptEvent(requests=requests, ids_BT=ids_BT, count=tuple(count)))
         self.begin([RequestPass.prompt(new, ends=final) for new in count])
 
     def begin_decode(self) -> None:

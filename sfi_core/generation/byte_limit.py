@@ -37,14 +37,10 @@ class ByteLimit:
         if not (decoded and policy.selects):
             return None
         steps = [max(0, len(request.token_ids) - 1) / decoded for request in report.requests]
-        context, attended, selecting = (
-            sum(share * value for share, value in zip(steps, values, strict=True))
-            for values in (
-                [request.prompt_tokens + len(request.token_ids) / 2 for request in report.requests],
-                [request.mean_attended_tokens for request in report.requests],
-                [request.mean_selection_tokens for request in report.requests],
-            )
-        )
+        pairs = list(zip(steps, report.requests, strict=True))
+        context = sum(share * (request.prompt_tokens + len(request.token_ids) / 2) for share, request in pairs)
+        attended = sum(share * request.mean_attended_tokens for share, request in pairs)
+        selecting = sum(share * request.mean_selection_tokens for share, request in pairs)
         slow = sum(max(0, request.slow_steps - 1) for request in report.requests) / decoded
         config = policy.config
         description = describe_model(session.model, session.shapes())

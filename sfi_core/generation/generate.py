@@ -12,15 +12,16 @@ from sfi_core.engine.loop import Loop, NewTokens, left_pad
 from sfi_core.engine.maintenance import main_stream
 from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.report import RequestReport, RunReport
+from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
 from sfi_core.errors import ConfigError, NumericsError, SfiError
 from sfi_core.generation.batch_plan import BatchPlan, plan_batch
 from sfi_core.generation.byte_limit import ByteLimit
 from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of
 from sfi_core.generation.sampling import Sampler
-from sfi_core.hosts.transformers.cache import SfiLayer
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
+from sfi_core.hosts.transformers.own_layers import held
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.slow_fast import session_on
@@ -47,9 +48,9 @@ def read_prompt(
 ) -> SharedPrompt:
     """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
 
-    Arguments and errors are those of `generate`; all keys and values stay on the device. A request of a run may reach
-    `capacity` tokens, its prompt included. `window` of each prompt's last queries are kept; None keeps all. `engine`
-    and `page_size` must be those of the runs.
+    Arguments and errors are those of `generate`; all keys and values stay on the device, and each run copies them. A
+    request of a run may reach `capacity` tokens, its prompt included. `window` of each prompt's last queries are kept;
+    None keeps all.
     """
     rows = encode(tokenizer, prompts)
     check_prompts(model, rows, capacity - max(map(len, rows), default=0))
@@ -67,11 +68,10 @@ def read_prompt(
         began = clock()
         logits_BV = decoder.prefill()
         seconds = clock() - began
-        others = enumerate(decoder.cache.layers)
         return SharedPrompt(
             count=mask_BT.sum(1).tolist(), capacity=capacity, store=session.run.store, layers=keeper.layers,
-            others={index: layer for index, layer in others if type(layer) is not SfiLayer},
-            logits_BV=logits_BV, ids_BT=ids_BT, window=window, seconds=seconds,
+            others=held(decoder.cache.layers), logits_BV=logits_BV, ids_BT=ids_BT, window=window,
+            seconds=seconds,
         )  # fmt: skip
 
 
@@ -171,7 +171,10 @@ def generate(
     check_prompts(model, rows, limits)
     stop = frozenset(stop_tokens(model.generation_config.eos_token_id if stop_token_ids is None else stop_token_ids))
     if shared is not None:
-        _check_shared(shared, cache, rows, limits, model.device)
+        if cache is not None:
+            raise ConfigError("cache must be None with shared, got both")
+        longest = max(len(row) + new for row, new in zip(rows, limits, strict=True))
+        shared.check(*left_pad(rows, model.device), longest)
     reset_peak(model.device)
     cache, seconds = _beginning(model, rows, cache, engine, page_size, shared, on_prefill)
     how: dict[str, Any] = {"policy": policy, "observers": observers, "page_size": page_size, "audit": audit}
@@ -210,10 +213,7 @@ def generate(
         try:
             with closing(loop.decode_lossless() if engine.lossless else loop.decode()) as passes:
                 for given in passes:
-                    if on_token is not None:
-                        _tell(on_token, given, len(rows))
-                    if on_end is not None:
-                        _tell_ended(on_end, given, session, tokenizer)
+                    _tell(given, session.run, len(rows), tokenizer, on_token, on_end)
         except NumericsError as problem:
             error = problem
         except KeyboardInterrupt:
@@ -254,20 +254,12 @@ def _beginning(
         if session.ranks.size > 1 or padded:  # `PromptCache.column` serves no padded windows and states
             return cache, 0.0
         check_fits(session.forecast(1, length, length, engine.prefill_chunk), model.device)
-        beginning = PromptCache(known.tokens, known.layers, known.others, known.model)
+        beginning = replace(known)
         Decoder(
             session=session, ids_BT=ids_1T, mask_BT=mask_1T, capacity=length, chunk=engine.prefill_chunk, requests=1,
             known=beginning, on_prefill=on_prefill,
         ).prefill()  # fmt: skip
     return beginning, clock() - began
-
-
-def _check_shared(
-    shared: SharedPrompt, cache: PromptCache | None, rows: list[list[int]], limits: list[int], device: torch.device
-) -> None:
-    if cache is not None:
-        raise ConfigError("cache must be None with shared, got both")
-    shared.check(*left_pad(rows, device), max(len(row) + new for row, new in zip(rows, limits, strict=True)))
 
 
 def _check_one_each(prompts: int, **values: Any) -> None:
@@ -276,20 +268,18 @@ def _check_one_each(prompts: int, **values: Any) -> None:
             raise ConfigError(f"{name} must be one for all or {prompts}, one a prompt, got {len(value)}")
 
 
-def _tell_ended(
-    on_end: Callable[[int, RequestReport, str], None], given: NewTokens, session: Session, tokenizer: Any
-) -> None:
-    run = session.run
-    for state in run.states:
-        if state.finished and state.request in given:
-            report = RequestReport.of(state, run.stop_ids, evicts=run.policy.evicts)
-            on_end(state.request, report, text_of(tokenizer, report.token_ids) if tokenizer else "")
-
-
-def _tell(on_token: Callable[[list[int | None]], None], given: NewTokens, prompts: int) -> None:
+def _tell(
+    given: NewTokens, run: Run, prompts: int, tokenizer: Any, on_token: Callable[[list[int | None]], None] | None,
+    on_end: Callable[[int, RequestReport, str], None] | None,
+) -> None:  # fmt: skip
     for place in range(max(map(len, given.values()), default=0)):
         new = {request: tokens[place] for request, tokens in given.items() if len(tokens) > place}
-        on_token([new.get(request) for request in range(prompts)])
+        if on_token is not None:
+            on_token([new.get(request) for request in range(prompts)])
+    for state in run.states:
+        if on_end is not None and state.finished and state.request in given:
+            report = RequestReport.of(state, run.stop_ids, evicts=run.policy.evicts)
+            on_end(state.request, report, text_of(tokenizer, report.token_ids) if tokenizer else "")
 
 
 def _report(session: Session, loop: Loop, error: SfiError | None, *, interrupted: bool) -> RunReport:

@@ -30,10 +30,7 @@ def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
 
 
 class Sampler(Picker):
-    """A picker with transformers' processors: none of them depends on the order of a request's tokens.
-
-    `tokens` are those so far, padded prompts included; None if no processor needs them.
-    """
+    """A picker with transformers' processors: none of them depends on the order of a request's tokens."""
 
     def __init__(
         self, sampling: Sampling | Sequence[Sampling], ids_BT: torch.Tensor, ranks: Ranks = ALONE, *,
@@ -62,17 +59,6 @@ class Sampler(Picker):
     def alone(self, ids_1T: torch.Tensor, request: int) -> "Sampler":
         """See `Picker`."""
         return Sampler(self._sampling, ids_1T, self._ranks, seed=self._seeds, first=request)
-
-    def seat(self, row: int, other: "Sampler") -> None:
-        """See `Picker`."""
-        super().seat(row, other)
-        if self.tokens is not None and other.tokens is not None:
-            self.tokens.seat(row, other.tokens)
-
-    def note(self, tokens: Sequence[Sequence[int]]) -> None:
-        """See `Picker`."""
-        if self.tokens is not None:
-            self.tokens.add(tokens)
 
     def widest(self, vocabulary: int) -> int:
         """See `Picker`."""

@@ -7,7 +7,7 @@ import torch
 
 from sfi_core.engine.batch_pass import PromptLayer
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.hosts.transformers.own_layers import take_states
+from sfi_core.hosts.transformers.own_layers import held, take_states
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.shapes import cached_layers
 from sfi_core.state.kv_store import KVStore
@@ -41,7 +41,7 @@ class SyntheticPrompt:
         if self.store is None or session.tiers is not None or not self.store.whole_on_device:
             self.drop()  # first, since two stores may not fit
             self.store = self._filled(session, shapes)
-        layers, others = {}, {}
+        layers = {}
         hosted = session.cache().layers
         read = cached_layers(model, len(self.contexts)) if any(shape.state_bytes for shape in shapes) else hosted
         text = model.config.get_text_config(decoder=True)
@@ -52,14 +52,12 @@ class SyntheticPrompt:
                 query = self._drawn(model, index, size, "query")
                 layers[index] = PromptLayer({"scale": shape.key_width**-0.5}, query)
             elif shape.window and shape.owner is None:
-                others[index] = hosted[index]
                 fill_sliding(hosted[index], *self.block(model, index, shape), max(self.contexts))
             if shape.state_bytes:
-                others[index] = hosted[index]
                 take_states(hosted[index], read[index])
         logits_BV = torch.zeros(len(self.contexts), text.vocab_size, device=model.device)
         return SharedPrompt(
-            count=self.contexts, capacity=self.capacity, store=self.store, layers=layers, others=others,
+            count=self.contexts, capacity=self.capacity, store=self.store, layers=layers, others=held(hosted),
             logits_BV=logits_BV, copied=False,
         )  # fmt: skip
 

@@ -68,15 +68,6 @@ class LayerTiers:
         only, places = slice(row, row + 1), slice(place, place + len(heads))
         return self.key_BRTD[only, places, :length], self.value_BRTE[only, places, :length]
 
-    def copy(self) -> "LayerTiers":
-        """Return a copy of both tiers, after all copies from the device have ended."""
-        pinned = self.host_PHX.is_pinned()
-        if pinned:
-            torch.cuda.synchronize()
-        host_PHX = torch.empty_like(self.host_PHX, pin_memory=pinned).copy_(self.host_PHX)
-        key_BRTD, value_BRTE = self.key_BRTD.clone(), self.value_BRTE.clone()
-        return LayerTiers(self.ring.copy(), host_PHX, self.norm_BHT.clone(), self.resident, key_BRTD, value_BRTE)
-
     def row(self, row: int, ring_pages: int, host_pages: int) -> "LayerTiers":
         """Return one request's part over the same memory, given the pages per request in each tier."""
         only, ring = slice(row, row + 1), self.ring.part(slice(row * ring_pages, (row + 1) * ring_pages))

@@ -106,12 +106,6 @@ class KVCache(PagedView):
         append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP)
         return pages
 
-    def copy(self) -> "KVCache":
-        """See `KVStore`."""
-        other = copy.copy(self)
-        other.layers = self.layers.like((layer, pages.copy()) for layer, pages in self.layers.items())
-        return other
-
     def row(self, row: int) -> Self:
         """See `KVStore`: a cache of batch 1 over the same pages."""
         store = super().row(row)

@@ -108,8 +108,5 @@ class KVStore(Protocol):
         """Let the main stream wait for the rows that `pack_into` brings to a layer; none by default."""
         del layer
 
-    def copy(self) -> "KVStore":
-        """Return an independent copy."""
-
     def row(self, row: int) -> "KVStore":
         """Return one request's part as a store of batch 1 over the same memory, which must not grow."""

@@ -46,10 +46,6 @@ class LayerPages:
         """Return some of the pages, over the same memory."""
         return LayerPages(*(tensor[pages] for tensor in self.tensors))
 
-    def copy(self) -> "LayerPages":
-        """Return an independent copy."""
-        return LayerPages(*(tensor.clone() for tensor in self.tensors))
-
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Keys, values and norms."""

@@ -193,16 +193,6 @@ class TwoTierStore(KVStore):
         self.side.wait(2 * layer + 1)
         self._recalling.pop(layer, None)
 
-    def copy(self) -> "TwoTierStore":
-        """See `KVStore`."""
-        self.side.join()
-        other = copy.copy(self)
-        other.block_table_BP = self.block_table_BP.clone()
-        other.layers = self.layers.like((layer, tiers.copy()) for layer, tiers in self.layers.items())
-        other.stream = HostStream(self.side, self.stream.block, self.stream.device)
-        other.__dict__.update(_end=list(self._end), _recalling={}, _scratch=[torch.empty(0)] * 4)
-        return other
-
     def row(self, row: int) -> "TwoTierStore":
         """See `KVStore`; copies under way end first."""
         self.side.join()

@@ -18,10 +18,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 
 from sfi_cli.commands.generate.prompts import read_prompts, token_ids
 from sfi_cli.settings import SETTINGS, given
+from sfi_core.engine.prompt_cache import FILE, FORMAT, PromptCache
 from sfi_core.errors import SfiError
+from sfi_core.generation.generate import generate
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.machine.memory import peak_bytes, reset_peak, resident_bytes
 from sfi_core.models.load import load_tokenizer
@@ -32,6 +35,7 @@ from sfi_traces.results import summarize
 from sfi_traces.results.store import ResultsFolder
 from sfi_traces.schema import TABLES
 from sfi_traces.views import frames
+from tests.architectures import BY_LABEL, SMALL
 from tests.cli.trace_commands import sfi
 from tests.core.hosts.vllm.scheduling import FakeScheduler
 from tests.traces.imports import selection_arrays
@@ -389,6 +393,43 @@ def _request(recipe: dict, work: Path) -> None:
     json.dumps(scheduler.run()["a"].report())
 
 
+def _cache(recipe: dict, work: Path) -> None:
+    model, tensors, metadata = _cached(recipe["label"])
+    for kind, place, drawn in recipe.get("edits", []):
+        name = sorted(tensors)[place % len(tensors)] if kind != "tell" else place
+        if kind == "tell":
+            metadata[place] = drawn
+        elif kind == "drop" and len(tensors) > 1:
+            del tensors[name]
+        elif kind == "rename":
+            tensors[drawn.encode(errors="replace").decode()] = tensors.pop(name)
+        elif kind == "reshape":
+            tensors[name] = torch.zeros([size for size in drawn if size < 2**20][:3], dtype=tensors[name].dtype)
+        elif kind == "type":
+            tensors[name] = torch.zeros(tensors[name].shape, dtype=getattr(torch, drawn))
+        elif kind == "fill":
+            tensors[name] = torch.full(tensors[name].shape, drawn).to(tensors[name].dtype)
+    save_file(tensors, work / FILE, metadata)
+    spoiled(work / FILE, recipe.get("spoils", []))
+    cache = PromptCache.load(work)
+    generate(model, None, [PROMPT], SMALL, policy="sfi", max_new_tokens=2, stop_token_ids=(), cache=cache)
+
+
+def _cached(label: str):
+    """A model, and the tensors and metadata of the cache that it leaves."""
+    if label not in _KEPT:
+        model, cache = BY_LABEL[label].build(), PromptCache()
+        model.sfi_key = label
+        generate(model, None, [PROMPT[:40]], SMALL, policy="sfi", max_new_tokens=2, stop_token_ids=(), cache=cache)
+        cache.save(PLACE / label)
+        _KEPT[label] = model, load_file(PLACE / label / FILE), {"format": FORMAT, "model": cache.model}
+    model, tensors, metadata = _KEPT[label]
+    return model, dict(tensors), dict(metadata)
+
+
+CACHED = ["gpt-oss", "qwen3-next"]  # a model with windows, and one with states
+PROMPT = list(range(2, 62))
 _RUN = {
-    "manifest": _manifest, "table": _table, "lines": _lines, "config": _config, "import": _import, "request": _request,
+    "cache": _cache, "manifest": _manifest, "table": _table, "lines": _lines, "config": _config, "import": _import,
+    "request": _request,
 }  # fmt: skip

@@ -6,6 +6,6 @@ if find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
 
     shared = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
-    settings.register_profile("few", max_examples=34, derandomize=True, **shared)  # of each of six kinds
-    settings.register_profile("many", max_examples=3334, **shared)
+    settings.register_profile("few", max_examples=29, derandomize=True, **shared)  # of each of seven kinds
+    settings.register_profile("many", max_examples=2858, **shared)
     settings.load_profile("few")

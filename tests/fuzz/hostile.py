@@ -1,6 +1,7 @@
 """Hostile cases as plain recipes: hypothesis draws them, the corpus keeps them, `cases.py` runs them."""
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sfi_traces.schema import TABLES
-from tests.fuzz.cases import ARRAYS, COMMANDS, CONFIG_TEXT, HEADS, LINES, MANIFEST
+from tests.fuzz.cases import ARRAYS, CACHED, COMMANDS, CONFIG_TEXT, HEADS, LINES, MANIFEST
 
 Recipe = dict[str, Any]
 DEEP, HUGE, HALF = "$deep", "$huge", "\ud800"  # `cases.value` makes the first two: JSON text of them is not short
@@ -136,8 +137,25 @@ names = st.sampled_from(
 )
 requests = recipe("request", settings=st.dictionaries(names | st.text(max_size=5), values, min_size=1, max_size=4))
 
+named = st.sampled_from(
+    ["after -1.0.keys", f"after {10**30}.1.keys", "after 5.0.keys", "after 1.-1.keys", "7.key", "x", "1.key.value"]
+)
+cache_edits = st.one_of(
+    st.tuples(st.just("reshape"), st.integers(0, 60), shape),
+    st.tuples(
+        st.just("type"), st.integers(0, 60), st.sampled_from(["float16", "float64", "int64", "bool", "float8_e5m2"])
+    ),
+    st.tuples(st.just("fill"), st.integers(0, 60), st.sampled_from([math.nan, math.inf, -1, 1e30])),
+    st.tuples(st.just("drop"), st.integers(0, 60), st.none()),
+    st.tuples(st.just("rename"), st.integers(0, 60), named | st.text(max_size=8)),
+    st.tuples(st.just("tell"), st.sampled_from(["format", "model"]), st.text(max_size=8)),
+)
+caches = recipe("cache", label=st.sampled_from(CACHED), edits=some([cache_edits])) | recipe(
+    "cache", label=st.sampled_from(CACHED), spoils=spoils
+)
+
 KINDS = {
-    "manifests": manifests, "tables": tables, "lines": lines, "configs": configs, "imports": imports,
+    "caches": caches, "manifests": manifests, "tables": tables, "lines": lines, "configs": configs, "imports": imports,
     "requests": requests,
 }  # fmt: skip
 CORPUS = Path(__file__).parent / "corpus"

@@ -77,14 +77,6 @@ def refuse_modes(settings: Any, kwargs: Mapping[str, Any], *, lossless: bool) ->
         raise ConfigError("use_cache must be true under sfi, got False")
 
 
-def full_attention_layers(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the layers that SFI acts on; raise `UnsupportedModelError` as `check_supported`."""
-    check_supported(model)
-    cache = SfiCache(model)
-    managed = {layer.index for layer in cache.managed}
-    return (*sorted(managed), *(index for index, owner in cache.owners.items() if owner in managed))
-
-
 def check_supported(model: PreTrainedModel) -> None:
     """Raise `UnsupportedModelError`, with the architecture and the reason, where SFI cannot act."""
     name, config = type(model).__name__, model.config

@@ -1,6 +1,5 @@
 """A transformers model under a session, as `engine.loop` drives it: one batch of prompts, and its lossless passes."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -14,9 +13,9 @@ from sfi_core.engine.picking import PAD
 from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.run import Run
 from sfi_core.engine.shared_prompt import SharedPrompt
-from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache, SfiLayer
-from sfi_core.hosts.transformers.known_prompt import KnownPrompt
-from sfi_core.hosts.transformers.own_layers import states, take_states
+from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache
+from sfi_core.hosts.transformers.known_prompt import KnownPrompt, begin_shared
+from sfi_core.hosts.transformers.own_layers import states
 from sfi_core.hosts.transformers.replays import Replays
 from sfi_core.hosts.transformers.session import Session, most_drafted
 from sfi_core.models.describe import describe_model
@@ -67,13 +66,18 @@ class Decoder:
     def prefill(self) -> torch.Tensor:
         """Read the prompt in pieces of `chunk` tokens; return the next token's logits, [B, V]."""
         if self.shared is not None:
-            return self._begin_with(self.shared)
+            begin_shared(self.shared, self.session, self.cache, self.watchers)
+            return self.shared.logits_BV
         B, T = self.ids_BT.shape
         if self.cache.run is None:
             self.session.start(self.cache, B, T, watchers=self.watchers)
-        ragged, logits, known = bool((self.mask_BT == 0).any()), torch.empty(0), self._known()
+        ragged, logits, start = bool((self.mask_BT == 0).any()), torch.empty(0), 0
         positions_BT, size = (self.mask_BT.cumsum(1) - 1).clamp_min(0), self.chunk or T
-        start = 0 if known is None else known.begin(self.ids_BT)
+        known: KnownPrompt | None = None
+        if self.known is not None:
+            prompts = [ids[mask != 0].tolist() for ids, mask in zip(self.ids_BT, self.mask_BT, strict=True)]
+            known = KnownPrompt(self.known, self.session, self.cache, prompts, leaves=self.requests == 1)
+            start = known.begin(self.ids_BT)
         stops = [*range(start + size, T, size), T]
         for stop in stops if known is None else known.stops(stops):
             ids_BT, mask = self.ids_BT[:, start:stop], self.mask_BT[:, :stop] if ragged else None
@@ -86,12 +90,6 @@ class Decoder:
         if known is not None:
             known.leave()
         return logits
-
-    def _known(self) -> KnownPrompt | None:
-        if self.known is None:
-            return None
-        prompts = [ids[mask != 0].tolist() for ids, mask in zip(self.ids_BT, self.mask_BT, strict=True)]
-        return KnownPrompt(self.known, self.session, self.cache, prompts, leaves=self.requests == 1)
 
     def step(self, token_B: list[int]) -> torch.Tensor:
         """Decode one token of every request."""
@@ -142,41 +140,6 @@ class Decoder:
         lengths = [state.length for state in self.run.requests]
         self.session.state_checks.positions(lengths)
         self.cache.seat(row, other.cache, max(lengths))
-
-    def _begin_with(self, shared: SharedPrompt) -> torch.Tensor:
-        session, cache = self.session, self.cache
-        if session.tiers is not None and shared.store.whole_on_device:
-            shared = _on_two_tiers(shared, session)
-        shared.check_run(session.policy, session.backend, session.page_size)
-        run = session.start(cache, *self.ids_BT.shape, watchers=self.watchers, store=shared.store_for_a_run())
-        shared.begin(run)
-        for layer in cache.managed:
-            layer.seen, layer.is_initialized = self.ids_BT.shape[1], True
-        for index, other in shared.others.items():
-            if isinstance(layer := cache.layers[index], SfiLayer):
-                take_states(layer, other)
-            else:
-                cache.layers[index] = copy.deepcopy(other)
-        cache.detach()
-        return shared.logits_BV
-
-
-def _on_two_tiers(shared: SharedPrompt, session: Session) -> SharedPrompt:
-    # prompts that were read on the device, in a store of two tiers
-    batch = len(shared.count)
-    store = session.store(batch, shared.capacity, shared.capacity - max(shared.count))
-    store.layers.owners = shared.store.layers.owners
-    for layer in shared.store.layers:
-        begin, count = [0] * batch, [0] * batch
-        for row, length in enumerate(shared.count):
-            for first, key, value in shared.store.blocks(layer, row, length):
-                begin[row], count[row] = first, key.shape[2]
-                # the other rows have no new tokens: their part is padding
-                key_BHTD, value_BHTE = (x.expand(batch, -1, -1, -1) for x in (key, value))
-                begin_B, count_B = torch.tensor([begin, count], dtype=torch.int32).to(key.device)
-                store.append(layer, key_BHTD, value_BHTE, begin_B, count_B, begin, count)
-            begin[row], count[row] = length, 0
-    return replace(shared, store=store, copied=False)
 
 
 class BlockPass(Watcher):

@@ -6,9 +6,9 @@ loop does, or one's own around `model(...)`: on a CPU their decoding steps are c
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class OwnProcessors(Picker):
     processor must be a function of tokens and scores: it is called for drafted tokens too.
     """
 
+    tokens: TokensSoFar
     own_scores = False
 
     def __init__(
@@ -121,15 +122,6 @@ class OwnProcessors(Picker):
         """See `Picker`; the request's prompt keeps its padding."""
         del ids_1T
         return OwnProcessors(self._chosen, self._ids_RT, [request], self._ranks, self._seed)
-
-    def seat(self, row: int, other: "OwnProcessors") -> None:
-        """See `Picker`."""
-        super().seat(row, other)
-        self.tokens.seat(row, other.tokens)
-
-    def note(self, tokens: Sequence[Sequence[int]]) -> None:
-        """See `Picker`."""
-        self.tokens.add(tokens)
 
     def scores(self, logits_PV: torch.Tensor, row_P: Sequence[int], tail: Sequence[Sequence[int]]) -> torch.Tensor:
         """See `Picker`."""
@@ -202,39 +194,40 @@ def _generate(session: Session, generate: Callable[..., Any], kwargs: dict[str, 
         known = PromptCache() if cache is None or cache.known is None else cache.known
         if cache is not None:
             cache.known = known
-        return generate(**kwargs | {"custom_generate": lossless_decoding(session, kwargs.get("streamer"), known)})
+        decode = partial(decode_losslessly, session, kwargs.get("streamer"), known)
+        return generate(**kwargs | {"custom_generate": decode})
     cache = session.cache(capacity) if cache is None else cache
-    with going_on(session, cache, prompt, count, settings):
-        output = generate(**kwargs | {CACHE_NAME: cache})
-    sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    session.run.record(session.ranks.same_tokens(sequences[:, -1]))
-    return output
+    return going_on(session, cache, prompt, count, settings, lambda: generate(**kwargs | {CACHE_NAME: cache}))
 
 
-@contextmanager
 def going_on(
-    session: Session, cache: SfiCache, prompt: torch.Tensor | None, count: Sequence[int], settings: Any
-) -> Iterator[None]:
-    """Let the prompt in the body go on behind what it shares with the last one of the cache, and leave it there.
+    session: Session, cache: SfiCache, prompt: torch.Tensor | None, count: Sequence[int], settings: Any,
+    decode: Callable[[], Any],
+) -> Any:  # fmt: skip
+    """Return what transformers' loop makes of prompts; one goes on behind what it shares with the cache's last prompt.
 
-    `count` are the tokens of each prompt; several, and one of embeddings, are read whole.
+    `count` are the tokens of each prompt; several, and one of embeddings, are read whole. One is then in the cache.
     """
     used, length = cache.seen > 0, 0 if prompt is None else prompt.shape[1]
     if used:
         cache.renew(session.model, length + (settings.max_new_tokens or 0))
     cache.prompt_length, cache.stop_ids = length or None, frozenset(stop_tokens(settings.eos_token_id))
     several = len(count) != 1 or (settings.num_return_sequences or 1) > 1 or session.ranks.size > 1
-    if prompt is None or several or prompt.is_floating_point():
-        yield
-        return
-    cache.known = cache.known or PromptCache()
-    known = KnownPrompt(cache.known, session, cache, [prompt[0, length - count[0] :].tolist()], leaves=True)
-    cache.on_prompt_end = known.see
-    if used:
-        session.start(cache, 1, length)
-        known.begin(prompt)
-    yield
-    known.leave()
+    known: KnownPrompt | None = None
+    cache.on_prompt_end = None
+    if prompt is not None and not several and not prompt.is_floating_point():
+        cache.known = cache.known or PromptCache()
+        known = KnownPrompt(cache.known, session, cache, [prompt[0, length - count[0] :].tolist()], leaves=True)
+        cache.on_prompt_end = known.see
+        if used:
+            session.start(cache, 1, length)
+            known.begin(prompt)
+    output = decode()
+    if known is not None:
+        known.leave()
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    session.run.record(session.ranks.same_tokens(sequences[:, -1]))
+    return output
 
 
 def stop_tokens(eos: Any) -> tuple[int, ...]:
@@ -242,52 +235,48 @@ def stop_tokens(eos: Any) -> tuple[int, ...]:
     return () if eos is None else tuple(torch.as_tensor(eos).flatten().tolist())
 
 
-def lossless_decoding(session: Session, streamer: Any, known: PromptCache) -> Callable[..., Any]:
-    """Return the loop that transformers calls in place of its own; `streamer` receives the tokens, one by one.
+def decode_losslessly(
+    session: Session, streamer: Any, known: PromptCache, /, model: Any, input_ids: torch.Tensor, logits_processor: Any,
+    stopping_criteria: Any, generation_config: Any, **prepared: Any,
+) -> Any:  # fmt: skip
+    """Decode in place of transformers' own loop, which gives the model and the rest; a `streamer` gets each token.
 
     One prompt goes on behind what it shares with `known`, and is then there.
     """
-
-    def decode(
-        model: Any, input_ids: torch.Tensor, logits_processor: Any, stopping_criteria: Any,
-        generation_config: Any, **prepared: Any,
-    ) -> Any:  # fmt: skip
-        del model
-        asked = {name for name, value in prepared.items() if value is not None and value is not False}
-        if unknown := sorted(asked - PREPARED):
-            raise ConfigError(f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}")
-        input_ids, (B, T) = input_ids.long(), input_ids.shape
-        if streamer is not None and B > 1:
-            raise ConfigError(f"prompts must be one with a streamer in a lossless run, got {B}")
-        stop_ids, limit = ending(stopping_criteria)
-        count = prompt_tokens(prepared.get("attention_mask"), B, T, 0, final=True)
-        rows = [row[T - tokens :] for row, tokens in zip(input_ids.tolist(), count, strict=True)]
-        slots = min(B, session.together(None) or B)
-        ids_BT, mask_BT = left_pad(rows[:slots], input_ids.device)
-        decoder = Decoder(
-            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=limit, stop_ids=stop_ids,
-            chunk=generation_config.prefill_chunk_size or 0, requests=B, generated=limit - T,
-            known=None if session.ranks.size > 1 else known,
-        )  # fmt: skip
-        seed = int(torch.randint(2**62, ())) if generation_config.do_sample else None
-        picker = OwnProcessors(logits_processor, input_ids, range(slots), session.ranks, seed)
-        for given in Loop(decoder, rows, [limit - T] * B, picker).decode_lossless():
-            if streamer is not None:  # for one request
-                for token in given.get(0, ()):
-                    streamer.put(torch.tensor([token]))
-        if streamer is not None:
-            streamer.end()
-        padding = generation_config.pad_token_id
-        if padding is None:  # as transformers does
-            padding = next(iter(stop_tokens(generation_config.eos_token_id)), 0)
-        tokens = [torch.tensor(state.tokens, dtype=torch.long) for state in session.run.states]
-        new_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
-        sequences = torch.cat([input_ids, new_BT.to(input_ids.device)], 1)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: decoder.cache})
-
-    return decode
+    del model
+    asked = {name for name, value in prepared.items() if value is not None and value is not False}
+    if unknown := sorted(asked - PREPARED):
+        raise ConfigError(f"arguments of the model must be tokens and a mask in a lossless run, got {unknown[0]}")
+    input_ids, (B, T) = input_ids.long(), input_ids.shape
+    if streamer is not None and B > 1:
+        raise ConfigError(f"prompts must be one with a streamer in a lossless run, got {B}")
+    stop_ids, limit = ending(stopping_criteria)
+    count = prompt_tokens(prepared.get("attention_mask"), B, T, 0, final=True)
+    rows = [row[T - tokens :] for row, tokens in zip(input_ids.tolist(), count, strict=True)]
+    slots = min(B, session.together(None) or B)
+    ids_BT, mask_BT = left_pad(rows[:slots], input_ids.device)
+    decoder = Decoder(
+        session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=limit, stop_ids=stop_ids,
+        chunk=generation_config.prefill_chunk_size or 0, requests=B, generated=limit - T,
+        known=None if session.ranks.size > 1 else known,
+    )  # fmt: skip
+    seed = int(torch.randint(2**62, ())) if generation_config.do_sample else None
+    picker = OwnProcessors(logits_processor, input_ids, range(slots), session.ranks, seed)
+    for given in Loop(decoder, rows, [limit - T] * B, picker).decode_lossless():
+        if streamer is not None:  # for one request
+            for token in given.get(0, ()):
+                streamer.put(torch.tensor([token]))
+    if streamer is not None:
+        streamer.end()
+    padding = generation_config.pad_token_id
+    if padding is None:  # as transformers does
+        padding = next(iter(stop_tokens(generation_config.eos_token_id)), 0)
+    tokens = [torch.tensor(state.tokens, dtype=torch.long) for state in session.run.states]
+    new_BT = pad_sequence(tokens, batch_first=True, padding_value=padding)
+    sequences = torch.cat([input_ids, new_BT.to(input_ids.device)], 1)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_NAME: decoder.cache})
 
 
 def ending(criteria: Any) -> tuple[frozenset[int], int]:

@@ -102,27 +102,21 @@ class _Bare(ast.NodeTransformer):
 
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
-        node.arg = _old_name(node.arg)
-        return node
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = _old_name(node.id)
-        return node
+        return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         # since 5.24 a cache's `update` receives the options of attention, which ours does not use
         node.keywords = [keyword for keyword in node.keywords if keyword.arg != "kwargs"]
         return self.generic_visit(node)
 
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        node.arg = node.arg and _old_name(node.arg)
-        return self.generic_visit(node)
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Give the cache its old name where it is an argument, a keyword or a variable."""
+        for name in ("arg", "id"):
+            if getattr(node, name, None) == CACHE_NAME:
+                setattr(node, name, OLD_NAME)
+        return super().generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         if node.value is None:
             return node
         return ast.Assign(targets=[node.target], value=node.value)
-
-
-def _old_name(name: str) -> str:
-    return OLD_NAME if name == CACHE_NAME else name

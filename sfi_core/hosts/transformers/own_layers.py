@@ -54,23 +54,36 @@ def held(layers: Iterable[Any]) -> dict[str, Any]:
 
 
 def hold(layers: Sequence[Any], parts: Mapping[str, Any], batch: int, device: torch.device) -> None:
-    """Let the windows and states of fresh cache layers hold copies of one request's, as `held` returned them.
-
-    Raise KeyError, IndexError or ValueError for parts that the layers do not have.
-    """
+    """Let windows and states of fresh cache layers hold copies of one request's or a batch's, as `held` has them."""
     for name, part in parts.items():
         index, what, *number = name.split(".")
         layer = layers[int(index)]
         value = part
         if isinstance(part, torch.Tensor):
-            value = part.to(device).repeat(batch, *[1] * (part.dim() - 1))
+            value = part.to(device).repeat(batch // len(part), *[1] * (part.dim() - 1))
             layer.dtype, layer.device = part.dtype, device
         if number:
             layer.__dict__[what][int(number[0])] = value
-        elif what in WINDOW:
-            setattr(layer, what, value)
         else:
-            raise KeyError(what)
+            setattr(layer, what, value)
+
+
+def alike(layers: Sequence[Any], others: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Say whether layers that have read some tokens would hold such parts after so many: names, shapes and dtypes."""
+    known = held(layers)
+
+    def kinds(parts: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else x for name, x in parts.items()}
+
+    def after(place: int) -> Iterator[tuple[str, Any]]:
+        for name, part in known.items():
+            index, what, *_ = name.split(".")
+            if what in ("keys", "values"):
+                yield name, part[:, :, :1].expand(-1, -1, min(place, layers[int(index)].sliding_window - 1), -1)
+            else:
+                yield name, place if what == "cumulative_length" else part
+
+    return all(kinds(parts) == kinds(dict(after(place))) for place, parts in others.items())
 
 
 def seat_states(layer: Any, row: int, other: Any) -> None:

@@ -28,19 +28,32 @@ from sfi_kernels.compiled import KINDS, fastest
 MOST_TOKENS = 16  # of a compiled step; a matrix product is quicker for more
 
 
-class ModelPass:
-    """The passes of a session's model over the cache of a run of `batch` rows."""
+class Replays:
+    """The steps of the run over a cache of `batch` rows that are replayed, from its first decoding step on.
 
-    def __init__(self, session: Session, cache: SfiCache, batch: int) -> None:
-        self._session, self._cache = session, cache
+    `model` runs the others. A `patient` one records the graph of a slow step at the second such step, not the first.
+    """
+
+    def __init__(self, session: Session, cache: SfiCache, batch: int, *, patient: bool = True) -> None:
+        """Decide whether steps are replayed; raises what `records_steps` raises."""
+        self._session, self._cache, self._patient = session, cache, patient
         parameters = inspect.signature(session.model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._small = False  # whether a step on the CPU reads too few bytes to gain by threads
         if cache.capacity is not None and session.model.device.type == "cpu":
             rows = batch * cache.capacity * sum(shape.row_bytes for shape in session.shapes())
             self._small = ModelWeights.of(session.model).read(batch) + rows < SMALL_BYTES
+        self._steps: StepGraphs | CompiledSteps | None = None
+        self._tables: StepModel | None = None
+        self._missed, self._captures = "", records_steps(session)
+        self._compiles = session.model.device.type == "cpu" and session.backend == "torch"
+        if self._compiles:
+            self._tables, self._missed = compiles_steps(session, batch)
+            self._captures = self._tables is not None
+        elif recorder.can_record(session.model.device) and session.engine.graphs is not False:
+            self._missed = str(refusal(session) or "")
 
-    def __call__(
+    def model(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None = None, *, last: bool,
         planned: bool = False,
     ) -> torch.Tensor:  # fmt: skip
@@ -70,30 +83,9 @@ class ModelPass:
         seen = self._cache.seen  # `update` counts the tokens each time that the step is recorded
         self._cache.attach(self._session.run)
         try:
-            return self(token_BW, position_BW, last=token_BW.shape[1] == 1, planned=True)
+            return self.model(token_BW, position_BW, last=token_BW.shape[1] == 1, planned=True)
         finally:
             self._cache.see(seen)
-
-
-class Replays:
-    """The steps of the run over a cache of `batch` rows that are replayed, from its first decoding step on.
-
-    `model` runs the others. A `patient` one records the graph of a slow step at the second such step, not the first.
-    """
-
-    def __init__(self, session: Session, cache: SfiCache, batch: int, *, patient: bool = True) -> None:
-        """Decide whether steps are replayed; raises what `records_steps` raises."""
-        self.model = ModelPass(session, cache, batch)
-        self._session, self._cache, self._patient = session, cache, patient
-        self._steps: StepGraphs | CompiledSteps | None = None
-        self._tables: StepModel | None = None
-        self._missed, self._captures = "", records_steps(session)
-        self._compiles = session.model.device.type == "cpu" and session.backend == "torch"
-        if self._compiles:
-            self._tables, self._missed = compiles_steps(session, batch)
-            self._captures = self._tables is not None
-        elif recorder.can_record(session.model.device) and session.engine.graphs is not False:
-            self._missed = str(refusal(session) or "")
 
     @contextmanager
     def next_step(self, run: Run, tokens: int) -> Iterator[bool]:
@@ -114,9 +106,9 @@ class Replays:
 
     def _begin(self, run: Run) -> StepGraphs | CompiledSteps:
         if self._tables is not None:
-            return CompiledSteps(run, self._tables, self.model.threads, Windows(self._cache.layers))
+            return CompiledSteps(run, self._tables, self.threads, Windows(self._cache.layers))
         made, required = recorder.make_recorder(run.device), bool(self._session.engine.graphs)
-        return StepGraphs(run, self.model.planned, made, required=required, patient=self._patient)
+        return StepGraphs(run, self.planned, made, required=required, patient=self._patient)
 
     def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
         """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""

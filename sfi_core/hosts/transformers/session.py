@@ -27,7 +27,7 @@ from sfi_core.hosts.transformers.stores import TierPlan
 from sfi_core.models.describe import describe_model
 from sfi_core.models.load import DTYPES, check_split
 from sfi_core.models.source import model_digest
-from sfi_core.observers.events import LogitsEvent, PromptEvent, RunEvent
+from sfi_core.observers.events import LogitsEvent, RunEvent
 from sfi_core.observers.observer import Observer, Observers
 from sfi_core.policies import EvidencePolicy, policy_class
 from sfi_core.settings.config import SfiConfig
@@ -64,7 +64,10 @@ class Session:
             engine = engine.on_several_ranks()
         self.trigger_token_ids = resolve_triggers(tokenizer, config, needed=policy_class(policy).triggered)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
-        layers = checks.full_attention_layers(model)
+        checks.check_supported(model)
+        cache = SfiCache(model)
+        managed = [layer.index for layer in cache.managed]
+        layers = (*managed, *(index for index, owner in cache.owners.items() if owner in managed))
         if unknown := sorted(set(config.dense_layers) - set(layers)):  # the setting would have no effect
             raise ConfigError(f"dense_layers must be among the full-attention layers {list(layers)}, got {unknown}")
         self.policy = policy_class(policy)(config, trigger, layers)
@@ -83,9 +86,10 @@ class Session:
         run = getattr(self._here, "run", self._run)
         if run is None:
             return None
-        weights = getattr(self.model, "sfi_weights", None)
-        report = replace(RunReport.of(run), fused=dict(self.fusion.modules), left_alone=dict(self.fusion.left_alone))
-        return report if weights is None else replace(report, not_blocks=dict(weights.floats))
+        weights, fusion = getattr(self.model, "sfi_weights", None), self.fusion
+        floats = {} if weights is None else dict(weights.floats)
+        fused, left_alone = dict(fusion.modules), dict(fusion.left_alone)
+        return replace(RunReport.of(run), fused=fused, left_alone=left_alone, not_blocks=floats)
 
     @property
     def run(self) -> Run:
@@ -219,7 +223,13 @@ class Session:
         # transformers does not say so: one token after the prompt's end is a decoding step
         decodes = cache.seen > 0 and new == 1 and cache.seen + 1 > (cache.prompt_length or 1)
         if decodes:
-            self._begin_decode(run, ids)
+            if not run.recorded:  # transformers' loop does not tell; ours has told already
+                run.record(run.ranks.same_tokens(ids[:, -1]))
+            if run.engine.graphs:
+                raise ConfigError(
+                    "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
+                )
+            run.begin_decode()
             if audited_rows(run):
                 shadow(model, run, cache, args, kwargs)
                 under_way.set(cache)
@@ -237,21 +247,11 @@ class Session:
         self.state_checks.padding(count)
         if cache.seen and new > 1:
             self.state_checks.passes("a prompt in pieces")
-        if ids is not None:
-            requests = run.requests_of(range(batch))
-            run.observer.on(PromptEvent(requests=requests, ids_BT=ids, count=tuple(count)))
-        run.begin_prefill(count, final=final)
+        run.begin_prefill(count, ids, final=final)
         keep = kwargs.get("logits_to_keep")
         if cache.owners and isinstance(keep, int) and keep:
             # with a number, layers that read another one's keys would get the last tokens' queries only
             kwargs["logits_to_keep"] = torch.arange(-keep, 0, device=tokens.device)
-
-    def _begin_decode(self, run: Run, ids: torch.Tensor) -> None:
-        if not run.recorded:  # transformers' loop does not tell; ours has told already
-            run.record(run.ranks.same_tokens(ids[:, -1]))
-        if run.engine.graphs:
-            raise ConfigError("CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them")
-        run.begin_decode()
 
     def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Leave a step: transformers calls this after every forward pass of the model."""

@@ -146,7 +146,7 @@ class StateChecks:
 
     def passes(self, asked: str) -> None:
         """Raise `UnsupportedModelError` if what is `asked`, of `EQUAL`, would change a state."""
-        if mixer := self._mixer(asked):
+        if mixer := self.mixer(asked):
             raise UnsupportedModelError(
                 f"{asked} does not run with {type(self._model).__name__}: {mixer} computes another state in a pass of "
                 "several tokens"
@@ -155,7 +155,7 @@ class StateChecks:
     def padding(self, count: Sequence[int]) -> None:
         """Raise `UnsupportedModelError` if prompts of `count` tokens cannot be padded to a batch."""
         self.positions(count)
-        if len(set(count)) > 1 and (mixer := self._mixer(PADDING)):
+        if len(set(count)) > 1 and (mixer := self.mixer(PADDING)):
             self._refuse(count, f"padding enters the state of {mixer}")
 
     def positions(self, count: Sequence[int]) -> None:
@@ -169,8 +169,8 @@ class StateChecks:
             "use max_batch=1"
         )
 
-    def _mixer(self, asked: str) -> str:
-        # class and layer of the first mixer whose state differs, "" for none
+    def mixer(self, asked: str) -> str:
+        """Return class and layer of the first mixer whose state what is `asked` would change; "" for none."""
         if asked not in self._tried:
             stated = any(shape.state_bytes for shape in self.shapes())
             self._tried[asked] = _differing(self._model, asked) if stated else ""

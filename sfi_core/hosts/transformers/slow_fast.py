@@ -3,15 +3,21 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
+
 from sfi_core.engine.attend import check_backend
+from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.attention import routed
+from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
+from sfi_core.hosts.transformers.checks import prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.fusion import fused, wants_fusion
-from sfi_core.hosts.transformers.generate_call import forward_with, generate_with
+from sfi_core.hosts.transformers.generate_call import decode_losslessly, forward_with, generate_with, going_on
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears
@@ -77,6 +83,45 @@ def slow_fast(
                     model.__dict__.pop(name)
                     if before is not None:
                         setattr(model, name, before)
+
+
+def custom_generate(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    *,
+    trigger_tokenizer: Any = None,
+    policy: str | None = None,
+    budget: int | None = None,
+    config: SfiConfig | None = None,
+    engine: EngineOptions | None = None,
+    **prepared: Any,
+) -> Any:
+    """Decode with SFI in a plain call of `model.generate`, which gives what stands before the star.
+
+    `config`, `policy` and `engine` are those of `slow_fast`; `budget` overrides the config's. transformers hands on
+    neither `tokenizer` nor `streamer`: `trigger_tokenizer` turns trigger strings into token ids. A cache of sfi in
+    `prepared`, the model's other arguments, goes on as in `slow_fast`.
+
+    Raises what `slow_fast` raises, and `ConfigError` for a generation mode that SFI does not run.
+    """
+    config = checked_config(config)
+    config = config if budget is None else config.replace(budget=budget)
+    given = prepared.pop(CACHE_NAME, None)
+    decoding = logits_processor, stopping_criteria, generation_config
+    with slow_fast(model, trigger_tokenizer, config, policy=policy, engine=engine) as session:
+        lossless = session.engine.lossless
+        refuse_modes(generation_config, {}, lossless=lossless)
+        if lossless:
+            return decode_losslessly(session, None, PromptCache(), model, input_ids, *decoding, **prepared)
+        B, T = input_ids.shape
+        cache = given if isinstance(given, SfiCache) else session.cache(generation_config.max_length)
+        count = prompt_tokens(prepared.get("attention_mask"), B, T, 0, final=True)
+        prepared[CACHE_NAME] = cache
+        decode = partial(model._sample, input_ids, *decoding, **prepared)  # noqa: SLF001
+        return going_on(session, cache, input_ids, count, generation_config, decode)
 
 
 @contextmanager

@@ -337,14 +337,14 @@ def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("policy", first(["full-kv", "sfi", "codescan"]))
 def test_threads_share_a_step(monkeypatch: pytest.MonkeyPatch, policy: str):
-    monkeypatch.setattr(replays.ModelPass, "threads", 500)
+    monkeypatch.setattr(replays.Replays, "threads", 500)
     monkeypatch.setattr(compiled_steps, "PART", 8)
     assert_same_steps("llama", policy)
     assert_same_steps("llama", policy, lossless=policy != "full-kv")
 
 
 def test_two_runs_at_once_do_not_wait_for_each_other_s_threads(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(replays.ModelPass, "threads", 500)
+    monkeypatch.setattr(replays.Replays, "threads", 500)
     wanted = [request.token_ids for request in decode_steps(tiny("llama"), "full-kv")[0].requests]
     models = [tiny("llama"), copy.deepcopy(tiny("llama"))]
     with ThreadPoolExecutor(2) as threads:

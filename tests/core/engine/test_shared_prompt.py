@@ -67,6 +67,12 @@ def test_sliding_layers_states_soft_caps_sinks_and_latents_come_along(label: str
         assert complete(model, policy, prompt, prompts=rows).report.requests == own
 
 
+@pytest.mark.parametrize("options", [{"page_size": 16}, {"engine": EngineOptions(kv_dtype="float16")}])
+def test_a_run_has_its_own_pages_and_dtype(tiny_model, shared, options):
+    own = complete(tiny_model, "sfi", **options).report.requests
+    assert complete(tiny_model, "sfi", shared, **options).report.requests == own
+
+
 def test_the_time_of_the_dense_pass_counts(tiny_model, shared):
     report = complete(tiny_model, "sfi", shared).report
     assert report.prefill_seconds > shared.seconds > 0
@@ -77,7 +83,6 @@ def test_the_time_of_the_dense_pass_counts(tiny_model, shared):
     [
         ([[1, 2, 3]], {}, "shared must be of the same prompts, got others"),
         (PROMPTS, {"max_new_tokens": 21}, "shared must be read with a capacity of 71 tokens, got 70"),
-        (PROMPTS, {"page_size": 16}, "shared must be read with backend torch and pages of 16 tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(tiny_model, shared, prompts, options, message):

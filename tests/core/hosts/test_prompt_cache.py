@@ -1,10 +1,13 @@
 """A prompt that begins like one before gives what reading it whole gives, and reads the rest only."""
 
 import errno
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import sfi_core
 from sfi_core import EngineOptions, PromptCache, slow_fast
@@ -46,11 +49,19 @@ def tokens(requests: Any) -> list[list[int]]:
     return [request.token_ids for request in requests]
 
 
-def turns(model: Any, cache: PromptCache, document: list[int] = DOCUMENT, **options: Any) -> list[int]:
-    """Ask twice in one chat, then another question on the same document; return what the cache had each time."""
+def turns(
+    model: Any, cache: PromptCache, document: list[int] = DOCUMENT, folder: Path | None = None, **options: Any
+) -> list[int]:
+    """Ask twice in one chat, then another question on the same document; return what the cache had each time.
+
+    With a folder the cache is saved and loaded between questions.
+    """
     had = []
     (first,) = complete(model, [*document, *QUESTION], cache=cache, **options)
     for prompt in ([*document, *QUESTION, *first.token_ids, *OTHER], [*document, *OTHER]):
+        if folder is not None:
+            cache.save(folder)
+            cache = PromptCache.load(folder)
         (request,) = complete(model, prompt, cache=cache, **options)
         (anew,) = complete(model, prompt, **options)
         assert request.token_ids == anew.token_ids
@@ -68,7 +79,7 @@ def test_every_policy_goes_on(model: Any, policy: str):
 
 
 @pytest.mark.parametrize("label", MODELS)
-def test_every_architecture_goes_on(label: str):
+def test_every_architecture_goes_on(label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Windows and states go back to where they are known: 30 tokens before a prompt's end, here of 80."""
     with slow_fast(tiny(label), None, CONFIG) as session:
         expected = [80, 50] if any(shape.hosted for shape in session.shapes()) else [80, 60]
@@ -76,7 +87,8 @@ def test_every_architecture_goes_on(label: str):
             session.state_checks.passes("a prompt in pieces")
         except UnsupportedModelError:
             expected = [0, 0]
-    assert turns(tiny(label), PromptCache()) == expected
+    monkeypatch.setattr(tiny(label), "sfi_key", label, raising=False)
+    assert turns(tiny(label), PromptCache()) == turns(tiny(label), PromptCache(), folder=tmp_path) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,7 +172,7 @@ class TestFolder:
             with pytest.raises(ConfigError, match="must be of this model, its dtype and its kv_dtype, got another's"):
                 complete(other, DOCUMENT, cache=cache, **options)
         cache.layers.pop(0)
-        with pytest.raises(InputError, match="must have the model's layers, heads and widths, got others"):
+        with pytest.raises(InputError, match="must have the model's layers, heads, widths and dtype, got others"):
             complete(model, DOCUMENT, cache=cache)
 
     @pytest.mark.parametrize("cut", [0, 7, 100, -100])
@@ -171,6 +183,53 @@ class TestFolder:
         (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:cut])
         with pytest.raises(InputError, match=f"prompt cache {tmp_path} is damaged: .+"):
             PromptCache.load(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            ("tokens", lambda x: x.float(), "a row of 16,777,216 int64 at most, got 60 torch.float32"),
+            ("tokens", lambda x: x[None], "its tokens must be a row of .* got 1 x 60 torch.int64"),
+            ("tokens", lambda x: x[:0], "its tokens must be a row of .* got 0 torch.int64"),
+            ("tokens", lambda x: x[:-1], "its windows must be after 1 to 59 tokens, got 60"),
+            ("after -3.0.keys", lambda _: torch.ones(1), "its windows must be after 1 to 60 tokens, got -3"),
+            (f"after {10**30}.0.keys", lambda _: torch.ones(1), "its windows must be after 1 to 60 tokens, got 1000"),
+            ("after x.0.keys", lambda _: torch.ones(1), "is damaged: invalid literal"),
+            ("1.key", lambda x: x[:, :, :-1], "layers, heads, widths and dtype, got others"),
+            ("1.key", lambda x: x.double(), "layers, heads, widths and dtype, got others"),
+            ("1.value", lambda x: x.int(), "layers, heads, widths and dtype, got others"),
+            ("1.value", lambda x: torch.full_like(x, torch.nan), "finite numbers, got NaN or infinity"),
+            ("after 60.0.keys", lambda x: x.repeat(2, 1, 1, 1), "windows and states, got others"),
+            ("after 60.0.keys", lambda x: torch.full_like(x, torch.inf), "finite numbers, got NaN or infinity"),
+            ("after 60.0.values", lambda x: x[..., :-1], "windows and states, got others"),
+            ("after 60.0.values", lambda x: x[:, :, 1:], "windows and states, got others"),
+            ("after 60.0.values", lambda x: x.half(), "windows and states, got others"),
+            ("after 60.0.cumulative_length", lambda x: x + 1, "windows and states, got others"),
+            ("after 60.0.cumulative_length", lambda _: torch.ones(2), "windows and states, got others"),
+            ("after 60.0.sliding_window", lambda _: torch.tensor(2**40), "windows and states, got others"),
+            ("after 60.-1.keys", lambda _: torch.ones(1), "windows and states, got others"),
+        ],
+    )  # fmt: skip
+    def test_a_crafted_file_is_one_line(self, tmp_path: Path, name: str, change: Any, message: str):
+        model, cache = tiny("gpt-oss"), PromptCache()
+        complete(model, DOCUMENT, cache=cache)
+        cache.save(tmp_path)
+        tensors = load_file(tmp_path / FILE)
+        tensors[name] = change(tensors.get(name)).contiguous()
+        save_file(tensors, tmp_path / FILE, {"format": prompt_cache.FORMAT, "model": cache.model})
+        with pytest.raises(InputError, match=message):
+            complete(model, [*DOCUMENT, *QUESTION], cache=PromptCache.load(tmp_path))
+
+    def test_two_writers_leave_the_whole_file_of_one(self, model: Any, tmp_path: Path):
+        caches = [PromptCache(), PromptCache()]
+        for cache, prompt in zip(caches, (DOCUMENT, LONG), strict=True):
+            complete(model, prompt, cache=cache)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda number: caches[number % 2].save(tmp_path), range(20)))
+        loaded = PromptCache.load(tmp_path)
+        (cache,) = (cache for cache in caches if cache.tokens == loaded.tokens)
+        assert [entry.name for entry in tmp_path.iterdir()] == [FILE]
+        for pair, saved in ((cache.layers[layer], loaded.layers[layer]) for layer in cache.layers):
+            assert all(map(torch.equal, pair, saved))
 
     def test_a_full_disk_leaves_the_old_prompt(self, model: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
         cache = PromptCache()

@@ -120,18 +120,6 @@ def test_one_page_per_request_is_a_contiguous_tensor():
     assert torch.equal(pages.key_PHND[:, :, :6], torch.stack(written.keys))
 
 
-def test_a_copy_of_a_cache_is_its_own():
-    cache = KVCache(1, 8)
-    start, count = torch.tensor([0], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
-    ones = torch.ones(1, 1, 3, 2)
-    cache.append(0, ones, ones, start, count, start.tolist(), count.tolist())
-    other = cache.copy()
-    other.layers[0].key_PHND.zero_()
-    other.grow(20)
-    assert bool((cache.keys(0, 0, 0, 3) == 1).all())
-    assert (cache.capacity, len(cache.layers)) == (8, 1)
-
-
 @pytest.mark.parametrize("grown", [0, 100])
 @pytest.mark.parametrize("page_size", [None, 5, 16])
 def test_a_row_is_one_requests_part_of_the_same_memory(page_size: int | None, grown: int):

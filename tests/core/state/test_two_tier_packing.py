@@ -206,18 +206,6 @@ def test_norms_of_several_requests_come_in_one_tensor():
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_a_copy_has_the_tokens_and_a_memory_of_its_own(side: str):
-    written = Written(SIDES[side](), resident=(1,))
-    written.append(30, 7, 13)
-    other, before = written.store.copy(), [key.clone() for key in written.keys]
-    written.append(9, 9, 9)
-    written.assert_found()
-    for row, key in enumerate(before):
-        assert torch.equal(joined(other.blocks(0, row, key.shape[1]))[0], key)
-    assert other.stream.offloaded_bytes == 0
-
-
-@pytest.mark.parametrize("side", SIDES)
 def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
     written = Written(SIDES[side](), resident=(1,))
     written.append(30, 17, 13)
