@@ -19,7 +19,7 @@ from sfi_core.settings.fields import Table, setting
 
 WIDEST = 1 << 16  # tokens of a page or a window: beyond, memory runs out before a model does
 BETA, WEAK_BETA = -math.log(0.6) / 0.9, 0.7 * -math.log(0.6) / 0.9
-QUEST_SCORES, RECENT_MODES = ("bounds", "deviation"), ("anchored", "sliding")
+RECENT_MODES = ("anchored", "sliding")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
 
 
