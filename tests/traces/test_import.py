@@ -142,7 +142,7 @@ TWICE = changed((3, 1, 0), selection_arrays()["positions"][3, 1, 5])
         ({"token_id": np.arange(STEPS)}, "unknown array 'token_id'"),
         ({"layers": np.array([0, 1])}, "layers .* must be 3"),
         ({"layers": np.array([2, 1, 0])}, "must ascend"),
-        ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 1\].*add up to 1 at most, got a sum of 2.4"),
+        ({"mass": np.full((STEPS, LAYERS, K), 0.4)}, r"positions\[0, 0\].*add up to 1 at most, got a sum of 1.6"),
         ({"mass": np.zeros((STEPS, K, LAYERS))}, r"mass .* must be \[12, 3, 6\] as positions"),
         ({"token_ids": np.full(STEPS, 2**40)}, "token_ids .* got 1099511627776 at 0"),
         ({"prompt_token_ids": np.array([3, -1])}, "prompt_token_ids .* in 0 to 2147483647, got -1 at 1"),

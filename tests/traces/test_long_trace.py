@@ -46,7 +46,7 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
     found, expected = (selection_facts(Request.of(one)) for one in (spoiled, trace))
     assert found["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
     assert len(Request(spoiled).selections.step) > 0
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="has a damaged part"):
         step_words(Request(spoiled), SHAPE.steps - 1)
 
 

@@ -219,14 +219,13 @@ SKEWED = [0.0] * 12 + [0.1, 0.2, 0.4, 1.0]
 def test_wilson_interval_is_the_published_one(right, n, low, high):
     found = wilson([1.0] * right + [0.0] * (n - right))
     assert found.mean == right / n
-    assert found.n == n
     assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
 def test_paired_difference_cancels_what_is_hard_for_both():
     hard = [0.0, 1.0] * 10
     found = paired_difference(hard, hard)
-    assert (found.mean, found.low, found.high, found.n) == (0.0, 0.0, 0.0, 20)
+    assert found == (0.0, 0.0, 0.0)
 
 
 def test_paired_interval_of_two_samples_is_their_range():

@@ -115,7 +115,7 @@ def cached(run, row):
     for layer in sorted(run.layers):
         yield run.store.keys(layer, row, state.prompt_tokens, stop)
         yield run.store.values(layer, row, state.prompt_tokens, stop)
-        yield norms_of(run.store, layer, row, stop)[:, state.prompt_tokens :]
+        yield norms_of(run.store, layer, row, stop)[None, :, state.prompt_tokens :]
 
 
 def test_the_cache_is_full_attentions(runs):

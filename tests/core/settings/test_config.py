@@ -49,7 +49,7 @@ def test_a_preset_has_its_documented_values(preset: str, changes: dict):
     values = flat(SfiConfig.preset(preset))
     wanted = PAPER | PAPER_SELECTOR | changes
     assert {name: values[name] for name in wanted} == wanted
-    assert set(values) - set(wanted) == {"page", "score", *ALTERNATIVES, *METHODS}
+    assert set(values) - set(wanted) == {"page", *ALTERNATIVES, *METHODS}
 
 
 @pytest.mark.parametrize(
