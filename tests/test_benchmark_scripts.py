@@ -119,6 +119,7 @@ def test_c(): pass
 """
 
 
+@pytest.mark.exhaustive
 def test_a_test_that_loses_the_device_ends_its_worker_and_no_other_test(tmp_path: Path):
     pytest.importorskip("xdist")
     (tmp_path / "test_loses.py").write_text(LOSES)

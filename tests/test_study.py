@@ -74,6 +74,7 @@ def test_no_document_is_in_both_halves(kind):
     assert not [one for one in documents if one in dev and one in held]
 
 
+@pytest.mark.exhaustive
 def test_a_second_run_makes_only_what_is_missing(study, tmp_path):
     rows = study("fidelity", *WINDOW, "--windows", "0:1")
     assert {row["number"] for row in rows} == {0}

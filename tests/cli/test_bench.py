@@ -104,6 +104,7 @@ TIERED = (
 )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_policies_run_under_a_device_budget_beside_full_attention_without_one(tiny):
     """Two layers of two heads; a row of one head has 32 bytes; 20 pages of 32 tokens."""
     code, stdout, _ = inside("--random-weights", tiny, *TIERED, "--json")
@@ -130,6 +131,7 @@ def test_lossless_rows_have_a_stated_acceptance():
     assert "* lossless rows: acceptance is stated, 0.9 for each tested token" in stdout
 
 
+@pytest.mark.exhaustive
 def test_lists_come_by_comma_or_repeated_and_in_thousands(tiny):
     refusal = "error: contexts must be whole numbers such as 8192 or 8K, got '0.25K'\n"
     assert inside("--random-weights", tiny, "--context", "64,0.25K")[::2] == (2, refusal)
@@ -160,6 +162,7 @@ def test_json_and_figure_are_written_and_not_overwritten(tmp_path):
     assert sorted(tmp_path.iterdir()) == [file, plot]
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, monkeypatch):
     run, calls = theirs.run_theirs, []
 
@@ -217,6 +220,7 @@ def test_mistakes_end_with_one_line(arguments, code, words):
     assert stderr.count("\n") == 1 or stderr.startswith("loading")
 
 
+@pytest.mark.exhaustive
 def test_a_point_that_does_not_fit_says_what_does(monkeypatch):
     free = bench.free_bytes
     monkeypatch.setattr(bench, "free_bytes", lambda device: min(free(device), 100_000_000))

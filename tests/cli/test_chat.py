@@ -59,6 +59,7 @@ def test_each_question_goes_on_behind_the_last(model: Path, document: Path):
     assert stderr.count(chat.HELP) == 2
 
 
+@pytest.mark.exhaustive
 def test_policies_lossless_runs_and_mistakes(model: Path):
     orders = ["/policy codescan", "Hello", "/lossless", "Hello", "/policy none", "/trace", "/save", "/quit", "no"]
     stdout, stderr = talk(model, text="\n".join(orders))
@@ -142,6 +143,7 @@ def test_a_context_that_is_full_is_said(model: Path, tmp_path: Path):
     assert "error: prompt 0 and 1 new tokens must fit the model's 24 positions" in stderr
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_and_a_paste_on_a_terminal(model: Path, tmp_path: Path, command: list[str], environment: dict[str, str]):
     """Ctrl-C drops what is typed and stops an answer; pasted lines are one question."""
     file, folder = tmp_path / "talk.md", tmp_path / "trace"

@@ -77,6 +77,7 @@ def test_a_complete_folder_is_shown_again_without_the_model(whole, monkeypatch):
     assert (folder / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(whole, tmp_path, monkeypatch):
     folder = tmp_path / "cut"
     run = SampleRows.make
@@ -102,6 +103,7 @@ def test_ctrl_c_keeps_what_is_there_and_resume_ends_as_if_nothing_had_been(whole
     assert samples(folder) == samples(whole[0])
 
 
+@pytest.mark.exhaustive
 def test_what_failed_is_tried_again(whole, tmp_path, monkeypatch):
     folder = tmp_path / "failed"
     generate = sample_rows.generate
@@ -217,6 +219,7 @@ def test_fidelity_lies_beside_the_tasks(tmp_path):
 EXTENDED = ("freekv:freekv.tau=0.9", "synckv:synckv.heads=even")
 
 
+@pytest.mark.exhaustive
 def test_extended_methods_decode_the_same_under_a_device_budget(tmp_path):
     """The prompt is read once, on the device; a run in two tiers begins with a copy."""
     methods = [word for method in (*EXTENDED, "full-kv") for word in ("--method", method)]

@@ -56,6 +56,7 @@ def test_the_first_command_answers_the_bundled_question_word_for_word(answered):
         assert words in stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "how", [("--policy=codescan",), ("--policy=quest",), ("--set=dense_layers=0",), ("--lossless",)]
 )
@@ -102,6 +103,7 @@ def test_a_text_of_one_s_own_is_told_that_the_bundled_model_is_a_toy():
     assert "toy model: it only recalls sentences; for your own text try --model smollm2" in stderr
 
 
+@pytest.mark.exhaustive
 def test_int8_weights_answer_too():
     pytest.importorskip("numba")
     with small_example():
@@ -127,6 +129,7 @@ def test_sfi_finds_the_answer_reading_at_most_a_tenth_of_the_context(example):
     assert example["comparison"]["requests"][0]["text"] == example["expected"]
 
 
+@pytest.mark.exhaustive
 def test_streaming_llm_fails_the_same_question_with_as_many_tokens(example):
     code, stdout, _ = inside("generate", "--policy", "streaming-llm", "--no-compare", "--json")
     document = json.loads(stdout)

@@ -192,6 +192,7 @@ def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
     assert [row["policy"] for row in json.loads(ended.stdout)["rows"]] == ["boundary"]
 
 
+@pytest.mark.exhaustive
 def test_every_reader_takes_it(imported, tmp_path):
     shown = trace("show", imported, "--full").stdout
     assert f"selections of a.npz, up to {K} positions" in shown

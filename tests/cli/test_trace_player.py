@@ -75,6 +75,7 @@ def test_the_text_around_a_step_is_marked_by_why_the_step_reads_it(trace):
     assert all(span.style.bgcolor is None for span in slow.spans)
 
 
+@pytest.mark.exhaustive
 def test_keys_move_through_the_run(trace):
     async def check(app, pilot):
         for keys, step in (

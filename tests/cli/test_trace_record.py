@@ -32,6 +32,7 @@ def recorded(tmp_path_factory):
     return folder, json.loads(stdout)
 
 
+@pytest.mark.exhaustive
 def test_the_document_and_the_trace_tell_the_same_run(recorded):
     folder, document = recorded
     (request,) = document["requests"]

@@ -176,6 +176,7 @@ def test_diff_shows_where_the_tokens_part(recorded, other):
     assert "they part at step 5, after ' the cat sat on a': ' mat' in A, ' elsewhere' in B" in text
 
 
+@pytest.mark.exhaustive
 def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
     part_ways(other, " elsewhere")
     limits = ("first_difference<100", "equal_share<0.5", "overlap<0.9")

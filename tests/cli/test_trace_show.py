@@ -82,6 +82,7 @@ def test_the_tables_have_the_documents_numbers(recorded, document):
     assert "'.'     90" in text
 
 
+@pytest.mark.exhaustive
 def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
     folder = make_trace(tmp_path / "run", steps=30, policy="freekv")
     text, told = (trace("show", folder, *way).stdout for way in (["--full"], ["--json"]))
@@ -151,6 +152,7 @@ def test_show_runs_without_torch(recorded, environment):
     subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment, check=True)
 
 
+@pytest.mark.exhaustive
 def test_a_truncated_part_is_a_line_and_check_names_it(tmp_path, command, environment):
     """In a process of its own: nothing but the line on stderr."""
     folder = make_trace(tmp_path / "run", steps=12, policy="sfi")
@@ -175,6 +177,7 @@ def test_check_of_a_sound_trace(recorded):
     assert json.loads(trace("check", recorded, "--json").stdout)["sound"] is True
 
 
+@pytest.mark.exhaustive
 def test_check_ends_with_1_for_a_health_problem_and_show_says_so(tmp_path):
     folder = make_trace(tmp_path / "run", steps=60, policy="sfi")
     part = folder / "selections" / "part-00000.parquet"

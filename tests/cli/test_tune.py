@@ -146,6 +146,7 @@ def test_ctrl_c_writes_the_best_so_far(command, environment, full, folder):
     assert {path.name for path in folder.iterdir()} == {"tuned.toml"}
 
 
+@pytest.mark.exhaustive
 def test_a_tuned_file_runs_and_was_measured(folder):
     with small_example():
         sfi("trace", "record", "-o", "dense", "--policy", "full-kv", "--audit", "1", "-q")

@@ -17,6 +17,7 @@ __all__ = ["folder"]  # a fixture
 pytest.importorskip("scipy")
 
 
+@pytest.mark.exhaustive
 def test_texts_make_a_head_file_and_a_document(folder):
     """One cluster a layer, of the bundled checkpoint with two KV heads."""
     Path("a.txt").write_text("Belora hid a red lantern under the old bridge. " * 20)

@@ -13,6 +13,7 @@ from tests.fuzz import cases
 from tests.fuzz.hostile import CORPUS, KINDS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_case_ends_in_an_answer_or_in_one_line(kind):
     """The smallest case that does not is in the error; put it into the corpus with its mending."""

@@ -203,6 +203,7 @@ def others(*positions):
     return {"positions": positions, "mass": [0.1] * len(positions), "read": [True] * len(positions)}
 
 
+@pytest.mark.exhaustive
 def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     first, second = (make_trace(tmp_path / name, steps=20, policy="sfi") for name in "ab")
     trace = Trace.open(first)

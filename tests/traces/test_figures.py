@@ -33,6 +33,7 @@ def labels(axis) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_written_and_says_of_which_run_it_is(tmp_path, kind):
     view = Request(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))

@@ -141,6 +141,7 @@ def test_the_time_of_a_token_counts_passes_without_a_step(told):
     assert speed == pytest.approx((sum(REQUESTS) - len(REQUESTS)) / seconds)
 
 
+@pytest.mark.exhaustive
 def test_show_and_diff_say_what_a_lossless_run_did(told, document, tmp_path):
     lossless = document["lossless"]
     assert f", {lossless['accepted']} of {lossless['drafted']} drafted tokens\n" in rendered(show_text(document))
@@ -247,6 +248,7 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     assert found["tested"] == len(rows(trace, "logits"))
 
 
+@pytest.mark.exhaustive
 def test_a_drafted_stop_token_ends_the_request_as_its_verification_s_own(tmp_path):
     config = settings("boundary").replace(budget=24, recent=16)
     with ParquetObserver(tmp_path / "whole") as observer:

@@ -70,6 +70,7 @@ def rows(budget: int, table: str) -> list[dict]:
     return recorded(budget)[1].table(table).to_pylist()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("budget", [48, 5000])
 def test_tokens_are_the_same_with_and_without_a_trace(budget):
     plain = complete(CONFIG.replace(budget=budget))

@@ -282,6 +282,7 @@ def bundled_runs(tmp_path_factory) -> dict[str, Trace]:
     return traces
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("source", first(["full-kv", "sfi"]))
 def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
     """All positions are recorded, so that both bounds are one; the Selector picks almost the Top-K."""

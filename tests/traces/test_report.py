@@ -255,6 +255,7 @@ def test_a_report_with_a_packed_plotly_works_in_a_browser(browser, sfi, tmp_path
         _every_figure_is_drawn(page)
 
 
+@pytest.mark.exhaustive
 def test_the_page_works_in_a_browser(opened):
     page = opened
     _every_figure_is_drawn(page)

@@ -62,7 +62,7 @@ def full(label, sampling="greedy"):
 WAYS = [way.values for way in covering(DRAFTERS, DRAFTS, SAMPLINGS)]  # every pair
 
 
-@pytest.mark.parametrize(("label", "way"), each_value(LABELS, WAYS), ids=str)
+@pytest.mark.parametrize(("label", "way"), first(each_value(LABELS, WAYS), 8), ids=str)
 def test_tokens_are_those_of_full_attention(label, way):
     policy, draft, sampling = way
     result = run(label, ROWS, policy=policy, draft=draft, sampling=SAMPLINGS[sampling], seed=5)

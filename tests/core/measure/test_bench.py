@@ -123,6 +123,7 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
 
 
+@pytest.mark.exhaustive
 def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
     order = []
 
@@ -216,6 +217,7 @@ def test_measured_bytes_are_the_byte_models(tiny_model):
     assert reads[0][0].fast_tokens == 34 + 16
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_is_a_row_of_its_own_with_the_batch_that_fits(tiny_model, monkeypatch):
     monkeypatch.setattr(our_runs, "needed_bytes", lambda model, variant, point, *_: 100 * point.batch)
     monkeypatch.setattr(their_runs, "needed_bytes", lambda model, name, point, _: 1000 * point.batch)

@@ -200,6 +200,7 @@ def timeless(rows):
     return [{name: row[name] for name in row if name not in CLOCKS} for row in rows]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_row_says_what_a_run_of_its_own_says(loaded, policy):
     """The prompt is shared between methods, the report's ratios go into the row as they are."""

@@ -68,7 +68,7 @@ def reads(found: Watched, request: int, layer: int, tau: float):
 
 
 @pytest.mark.parametrize("request_", range(len(PROMPTS)))
-@pytest.mark.parametrize("tau", [SOME, -1.0, 1.0])
+@pytest.mark.parametrize("tau", first([SOME, -1.0, 1.0]))
 def test_a_step_reads_the_last_query_s_pages_and_moved_heads_their_own(tau: float, request_: int):
     """Secs. 3.2 and 3.3: the packed positions when the layer attends, and what the attention returned."""
     found = run(tau, first_layer_dense=False)
