@@ -6,17 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from sfi_core.observers.events import (
-    AuditEvent,
-    BeginStepEvent,
-    LogitsEvent,
-    PromptEvent,
-    RecallEvent,
-    RunEvent,
-    SelectionEvent,
-    StepEvent,
-    VerificationEvent,
-)  # fmt: skip
+from sfi_core.observers import events
 from sfi_core.observers.observer import NullObserver
 from sfi_core.policies.base import LayerContext
 from sfi_core.state.request import RequestState
@@ -78,9 +68,9 @@ def coarse(weight: torch.Tensor) -> torch.Tensor:
 
 
 KEPT = {  # where the observer below keeps events
-    RunEvent: "runs", PromptEvent: "prompts", BeginStepEvent: "begun", StepEvent: "steps",
-    VerificationEvent: "verifications", SelectionEvent: "selections", RecallEvent: "recalls", AuditEvent: "audits",
-    LogitsEvent: "logits",
+    events.RunEvent: "runs", events.PromptEvent: "prompts", events.BeginStepEvent: "begun", events.StepEvent: "steps",
+    events.VerificationEvent: "verifications", events.SelectionEvent: "selections", events.RecallEvent: "recalls",
+    events.AuditEvent: "audits", events.LogitsEvent: "logits",
 }  # fmt: skip
 
 

@@ -74,20 +74,6 @@ def test_no_document_is_in_both_halves(kind):
     assert not [one for one in documents if one in dev and one in held]
 
 
-@pytest.mark.exhaustive
-def test_a_second_run_makes_only_what_is_missing(study, tmp_path):
-    rows = study("fidelity", *WINDOW, "--windows", "0:1")
-    assert {row["number"] for row in rows} == {0}
-    rows = study("fidelity", *WINDOW, "--windows", "1:2")
-    assert [row["method"] for row in rows] == 2 * ["full-kv", "sfi:budget=400", "streaming-llm"]
-    assert study("fidelity", *WINDOW, "--windows", "2") == rows
-    text = METHODS.replace('"streaming-llm"', '"streaming-llm", "snapkv"')
-    (tmp_path / "methods.toml").write_text(text)
-    more = study("fidelity", *WINDOW, "--windows", "2")
-    assert more[: len(rows)] == rows
-    assert [row["method"] for row in more[len(rows) :]] == ["snapkv", "snapkv"]
-
-
 @pytest.mark.parametrize("count", [8, 30])
 def test_the_interval_is_scipy_s(count):
     sample = np.random.default_rng(count).gamma(2, size=count)
@@ -171,12 +157,3 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]
     assert len(list(Path(tmp_path / "docs").glob("*.png"))) == 5
-
-
-def test_a_table_that_shares_some_methods_with_another_has_no_page(study, tmp_path):
-    """`report` would write it over the page of the half that has all of the methods."""
-    path = tmp_path / "methods.toml"
-    path.write_text(METHODS.replace('["sfi", "best=', '["all=sfi:budget=400", "streaming-llm", "sfi", "best='))
-    study("fidelity", *WINDOW, "--windows", "1")
-    study("report", "--docs", str(tmp_path / "docs"))
-    assert [path.name for path in (tmp_path / "docs").glob("*.md")] == ["front-240.md"]

@@ -6,25 +6,11 @@ from itertools import product
 import pytest
 import torch
 
+from sfi_kernels import step_descriptor as fields
 from sfi_kernels.attention_tile import EACH, LAST, SEVERAL, parts_of_pass, tile_shape
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, sparse_attention, split_plan, work_items
 from sfi_kernels.launch import Target
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.step_descriptor import (
-    ALLOWED_STOP,
-    FAST,
-    IDLE,
-    MIXED,
-    PACKED,
-    PROMPT,
-    SLOW,
-    SPLITS,
-    START,
-    UNIT,
-    StepDescriptor,
-    StepRequest,
-    describe_step,
-)
 from tests.covering import first
 from tests.fakes import causal_mask, error_bound, plain_attention
 from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
@@ -32,10 +18,10 @@ from tests.kernels.test_decode_attention import SCALE, SINK, H, Step
 # mixed and not, in one launch: of 130 tokens a head reads 70 packed rows and four units, one more than the
 # dense read has; of 1000 a sparse head has fewer units than work items
 LENGTHS = [1000, 130, 150, 65, 130, 3, 64, 200]
-MODES = [FAST, FAST, SLOW, SLOW, IDLE, FAST, FAST, SLOW]
+MODES = [fields.FAST, fields.FAST, fields.SLOW, fields.SLOW, fields.IDLE, fields.FAST, fields.FAST, fields.SLOW]
 DENSE = [[1, 0], [0, 0], [0, 1], [0, 0], [1, 0], [0, 1], [1, 1], [1, 0]]
 MIXED_ROWS = (0, 1, 2, 4, 5, 7)
-FEW, FEW_MODES = [200, 65, 130, 64], [SLOW, FAST, IDLE, FAST]
+FEW, FEW_MODES = [200, 65, 130, 64], [fields.SLOW, fields.FAST, fields.IDLE, fields.FAST]
 SINK_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
 
 
@@ -57,9 +43,9 @@ def test_each_head_of_a_mixed_request_reads_what_its_mark_says(backend: str, dty
 
 @pytest.mark.parametrize("places", [2, 400])
 def test_the_plan_does_not_change_the_result(backend: str, places: int):
-    step = step_of(backend, lengths=[1000, 130], modes=[FAST, SLOW], dense=[[0, 1], [1, 0]],
+    step = step_of(backend, lengths=[1000, 130], modes=[fields.FAST, fields.SLOW], dense=[[0, 1], [1, 0]],
                    mixed=(0, 1), places=places)  # fmt: skip
-    splits = step.descriptor().table_BX[:, SPLITS].tolist()
+    splits = step.descriptor().table_BX[:, fields.SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)
     step.assert_plain()
 
@@ -67,7 +53,7 @@ def test_the_plan_does_not_change_the_result(backend: str, places: int):
 @pytest.mark.parametrize(("page_size", "recent"), [(16, 1), (64, 64), (128, 199)])
 def test_a_sparse_head_s_recent_segment_begins_anywhere_in_pages_of_any_size(backend: str, page_size: int, recent: int):
     """A learned sink and a soft cap hold for both kinds of heads."""
-    two = {"lengths": [200, 130], "modes": [FAST, SLOW], "dense": [[0, 1], [1, 0]], "mixed": (0, 1)}
+    two = {"lengths": [200, 130], "modes": [fields.FAST, fields.SLOW], "dense": [[0, 1], [1, 0]], "mixed": (0, 1)}
     step = step_of(backend, page_size=page_size, recent=recent, **two)
     step.assert_plain(sink_HG=SINK_HG, soft_cap=0.5)
 
@@ -75,9 +61,9 @@ def test_a_sparse_head_s_recent_segment_begins_anywhere_in_pages_of_any_size(bac
 def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
     """Eq. 4 and the sum over J; what sparse heads hand out is -inf, which the Selector can tell."""
     step = step_of(backend)
-    into = torch.full((MODES.count(SLOW) * H * 2 * max(LENGTHS),), torch.inf)
+    into = torch.full((MODES.count(fields.SLOW) * H * 2 * max(LENGTHS),), torch.inf)
     result = step.attend(evidence=True, into=into)
-    slow = [row for row, mode in enumerate(MODES) if mode == SLOW]
+    slow = [row for row, mode in enumerate(MODES) if mode == fields.SLOW]
     for place, row in enumerate(slow):
         for head in range(H):
             log_sum = result.log_sum_BHGW[place, head, :, 0]
@@ -118,12 +104,12 @@ def test_marks_and_mixed_requests_come_together(backend: str):
 def test_a_mixed_request_has_the_words_of_a_dense_read():
     """Only a request that decodes can be mixed; the sparse heads find their pages by MIXED."""
     numbers = {"length": 130, "recent_start": 101, "packed": 36, "sink": 4}
-    modes = (FAST, SLOW, IDLE, PROMPT)
-    requests = [StepRequest(mode=mode, **numbers, mixed=True) for mode in modes]
-    requests.append(StepRequest(mode=FAST, **numbers))
-    requests.append(StepRequest(mode=SLOW, **numbers, mixed=True, sparse_start=40))
-    step = describe_step(requests, 3, torch.device("cpu"))
-    words = step.table_BX[:, [MIXED, START, PACKED, ALLOWED_STOP]].tolist()
+    modes = (fields.FAST, fields.SLOW, fields.IDLE, fields.PROMPT)
+    requests = [fields.StepRequest(mode=mode, **numbers, mixed=True) for mode in modes]
+    requests.append(fields.StepRequest(mode=fields.FAST, **numbers))
+    requests.append(fields.StepRequest(mode=fields.SLOW, **numbers, mixed=True, sparse_start=40))
+    step = fields.describe_step(requests, 3, torch.device("cpu"))
+    words = step.table_BX[:, [fields.MIXED, fields.START, fields.PACKED, fields.ALLOWED_STOP]].tolist()
     assert words[:2] == [[102, 0, 0, 101]] * 2
     assert words[2:5] == [[0, 101, 36, 101]] * 3
     assert words[5] == [41, 0, 0, 101]
@@ -132,7 +118,7 @@ def test_a_mixed_request_has_the_words_of_a_dense_read():
 
 def pseudo_of(step: Step) -> PseudoToken:
     """Draw one for the fast requests; it weighs as much as some of their keys. The others' value is NaN."""
-    fast_B = torch.tensor([mode == FAST for mode in step.modes])
+    fast_B = torch.tensor([mode == fields.FAST for mode in step.modes])
     logit = torch.randn(len(step.modes), H, step.G) * 2
     value, none = torch.randn(len(step.modes), H, step.E), ~fast_B[:, None, None]
     return PseudoToken(logit.masked_fill(none, -torch.inf), value.masked_fill(none, torch.nan))
@@ -170,7 +156,7 @@ def assert_plain(step: Step, **options) -> None:
     out = attend(step, pseudo, **options)
     assert out.dtype == step.dtype
     for row, mode in enumerate(step.modes):
-        if mode == IDLE:
+        if mode == fields.IDLE:
             assert (out[row] == 0).all()
             continue
         for head in range(H):
@@ -186,19 +172,19 @@ def assert_plain(step: Step, **options) -> None:
 def test_it_takes_its_share_once_however_often_the_keys_are_split(backend: str, places: int, options: dict):
     """Beside slow requests, which have none, and an idle one."""
     step = Step(backend, FEW, FEW_MODES, places=places)
-    splits = step.descriptor().table_BX[:, SPLITS].tolist()
+    splits = step.descriptor().table_BX[:, fields.SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)
     assert_plain(step, **options)
 
 
 @pytest.mark.parametrize(("G", "E"), [(1, 16), (3, 40)])
 def test_each_query_head_has_its_own_logit_and_each_kv_head_its_own_value(backend: str, G: int, E: int):
-    assert_plain(Step(backend, [65, 130], [FAST, SLOW], G=G, E=E))
+    assert_plain(Step(backend, [65, 130], [fields.FAST, fields.SLOW], G=G, E=E))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_it_meets_keys_of_half_precision(backend: str, dtype: torch.dtype):
-    assert_plain(Step(backend, [130, 65], [FAST, FAST], dtype=dtype))
+    assert_plain(Step(backend, [130, 65], [fields.FAST, fields.FAST], dtype=dtype))
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG})])
@@ -216,7 +202,7 @@ def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, op
 
 def test_one_that_outweighs_every_key_is_the_output(backend: str):
     """Neither its exponential nor that of keys far below it may leave the range of float32."""
-    step = Step(backend, [300, 65], [FAST, FAST], places=64)
+    step = Step(backend, [300, 65], [fields.FAST, fields.FAST], places=64)
     pseudo = pseudo_of(step)
     pseudo = pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, 1e4))
     expected = pseudo.value_BHE[:, :, None].expand(2, H, 2, -1)
@@ -224,7 +210,7 @@ def test_one_that_outweighs_every_key_is_the_output(backend: str):
 
 
 def test_the_evidence_of_slow_requests_does_not_see_it(backend: str):
-    step = Step(backend, [300, 65], [SLOW, FAST])
+    step = Step(backend, [300, 65], [fields.SLOW, fields.FAST])
     pseudo = PseudoToken(*(part.to(step.device) for part in pseudo_of(step)))
     got, without = step.attend(evidence=True, pseudo=pseudo), step.attend(evidence=True)
     assert torch.equal(got.logits_BHGWT, without.logits_BHGWT)
@@ -232,7 +218,7 @@ def test_the_evidence_of_slow_requests_does_not_see_it(backend: str):
 
 
 def test_the_fast_step_alone_takes_it_as_well(backend: str):
-    step = Step(backend, [65, 300], [FAST, FAST])
+    step = Step(backend, [65, 300], [fields.FAST, fields.FAST])
     operands, pseudo = step.operands(), pseudo_of(step)
     numbers = [torch.tensor(x).int().to(step.device) for x in (step.starts, step.lengths)]
     query_BHGD = operands.pop("query_BHGWD")[:, :, :, 0]
@@ -250,14 +236,14 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
     ],
 )
 def test_one_that_does_not_fit_is_named(backend: str, name: str, change, message: str):
-    step = Step(backend, [65, 130], [FAST, SLOW])
+    step = Step(backend, [65, 130], [fields.FAST, fields.SLOW])
     pseudo = pseudo_of(step)
     with pytest.raises(ValueError, match=message):
         attend(step, pseudo._replace(**{name: change(getattr(pseudo, name))}))
 
 
 def test_a_step_with_mixed_requests_has_none(backend: str):
-    step = Step(backend, [65, 130], [FAST, SLOW], dense=[[1, 0], [0, 1]], mixed=(0, 1))
+    step = Step(backend, [65, 130], [fields.FAST, fields.SLOW], dense=[[1, 0], [0, 1]], mixed=(0, 1))
     with pytest.raises(ValueError, match=r"^pseudo must be None in a step with mixed requests"):
         decode_attention.on(backend)(
             **step.operands(), descriptor=step.descriptor(), scale=SCALE, pseudo=pseudo_of(step)
@@ -266,7 +252,17 @@ def test_a_step_with_mixed_requests_has_none(backend: str):
 
 # a unit of 64 tokens filled, missed by one and passed by one; requests no longer than their queries
 DRAFTED = [150, 64, 65, 63, 17, 4, 260, 130, 30]
-DRAFT_MODES = [SLOW, FAST, SLOW, SLOW, SLOW, SLOW, SLOW, IDLE, FAST]
+DRAFT_MODES = [
+    fields.SLOW,
+    fields.FAST,
+    fields.SLOW,
+    fields.SLOW,
+    fields.SLOW,
+    fields.SLOW,
+    fields.SLOW,
+    fields.IDLE,
+    fields.FAST,
+]
 COUNTS = [5, 1, 17, 2, 17, 4, 1, 0, 1]
 
 
@@ -284,13 +280,13 @@ class Verification(Step):
         for row, count in enumerate(self.counts):
             self.query[row, :, :, : W - count] = torch.nan
 
-    def descriptor(self) -> StepDescriptor:
+    def descriptor(self) -> fields.StepDescriptor:
         requests = [
-            StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T), count=count)
+            fields.StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=min(SINK, T), count=count)
             for mode, T, start, count in zip(self.modes, self.lengths, self.starts, self.counts, strict=True)
         ]
         places = self.places or 8
-        step = describe_step(requests, work_items(len(requests), H, places), self.device)
+        step = fields.describe_step(requests, work_items(len(requests), H, places), self.device)
         split_plan.on(self.backend)(step, H, places)
         return step
 
@@ -321,7 +317,7 @@ class Verification(Step):
 
     def assert_evidence(self, result: DecodeAttention, soft_cap: float | None) -> None:
         """Compare the slow requests' logits with Eq. 4 for their last query, and the sum over J."""
-        slow = [row for row, mode in enumerate(self.modes) if mode == SLOW]
+        slow = [row for row, mode in enumerate(self.modes) if mode == fields.SLOW]
         assert result.logits_BHGWT.shape[:4] == (len(slow), H, self.G, 1)
         for (place, row), head in product(enumerate(slow), range(H)):
             key, value = self.visible_rows(row, head)
@@ -347,32 +343,32 @@ def test_requests_with_any_number_of_queries_share_a_step(backend: str, dtype: t
 def test_every_number_of_queries_up_to_a_drafts_most(backend: str, W: int):
     """The draft of 16 tokens, the default's most, and the token before."""
     counts = [W, 1, max(1, W - 1)]
-    Verification(backend, [130, 65, 64], [SLOW, FAST, SLOW], counts=counts, W=W).assert_plain()
+    Verification(backend, [130, 65, 64], [fields.SLOW, fields.FAST, fields.SLOW], counts=counts, W=W).assert_plain()
 
 
 @pytest.mark.parametrize("length", [17, 63, 65, 80, 128])
 def test_the_causal_limit_lies_anywhere_in_a_tile(backend: str, length: int):
-    Verification(backend, [length, length], [SLOW, SLOW], counts=[17, 9]).assert_plain()
+    Verification(backend, [length, length], [fields.SLOW, fields.SLOW], counts=[17, 9]).assert_plain()
 
 
 @pytest.mark.parametrize(("G", "D", "E", "W"), [(1, 16, 16, 17), (4, 24, 40, 9), (8, 16, 16, 17), (3, 160, 160, 17)])
 def test_heads_and_groups_of_any_size(backend: str, G: int, D: int, E: int, W: int):
     """Up to 136 rows, more than the largest tile has; 51 rows of wide heads make two tiles in float32."""
-    step = Verification(backend, [70, 65], [SLOW, SLOW], G=G, D=D, E=E, counts=[W, 2], W=W)
+    step = Verification(backend, [70, 65], [fields.SLOW, fields.SLOW], G=G, D=D, E=E, counts=[W, 2], W=W)
     step.assert_plain()
 
 
 @pytest.mark.parametrize("places", [2, 8, 64])
 def test_the_plan_does_not_change_what_several_queries_give(backend: str, places: int):
     """One split a request, a few, many, one that only the last queries see; a learned sink takes its weight once."""
-    step = Verification(backend, [513, 300], [SLOW, FAST], counts=[9, 1], W=9, places=places)
-    splits = step.descriptor().table_BX[:, SPLITS].tolist()
+    step = Verification(backend, [513, 300], [fields.SLOW, fields.FAST], counts=[9, 1], W=9, places=places)
+    splits = step.descriptor().table_BX[:, fields.SPLITS].tolist()
     assert (max(splits) == 1) == (places == 2)
     step.assert_plain(sink_HG=torch.tensor([[2.0, -1.0], [0.0, 4.0]]))
 
 
 def test_the_last_query_hands_out_its_logits(backend: str):
-    step = Verification(backend, [150, 65, 17], [SLOW, FAST, SLOW], counts=[5, 1, 17])
+    step = Verification(backend, [150, 65, 17], [fields.SLOW, fields.FAST, fields.SLOW], counts=[5, 1, 17])
     room = torch.full((2 * H * 2 * 150,), torch.nan)
     result = step.assert_plain(into=room)
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
@@ -380,7 +376,7 @@ def test_the_last_query_hands_out_its_logits(backend: str):
 
 def test_a_draft_of_one_token_attends_as_a_step_does(backend: str):
     """Bit for bit: the rows of W and those of one query lie in the same tile."""
-    step = Verification(backend, [300, 65], [SLOW, FAST], counts=[1, 1], W=4)
+    step = Verification(backend, [300, 65], [fields.SLOW, fields.FAST], counts=[1, 1], W=4)
     alone = replace(step, W=1)
     alone.__dict__.update({n: getattr(step, n) for n in ("key_PHND", "value_PHNE", "packed")})
     alone.query = step.query[:, :, :, -1:]
@@ -391,7 +387,7 @@ def test_a_draft_of_one_token_attends_as_a_step_does(backend: str):
 
 
 def test_a_pass_has_room_for_every_requests_queries(backend: str):
-    step = Verification(backend, [300, 65], [SLOW, FAST], counts=[5, 1], W=5)
+    step = Verification(backend, [300, 65], [fields.SLOW, fields.FAST], counts=[5, 1], W=5)
     operands = step.operands()
     operands["query_BHGWD"] = operands["query_BHGWD"][:, :, :, 1:]
     with pytest.raises(ValueError, match=r"^query must have W >= 5, got \[2, 2, 2, 4, 16\]$"):
@@ -409,4 +405,4 @@ def test_every_query_has_a_row_and_tiles_divide_pages(capability: int, full: boo
         queries = [G] if W == 1 else [G, G * W]
         for (_, tile, tiles), rows in zip(parts, queries, strict=True):
             assert (tiles - 1) * tile.rows < rows <= tiles * tile.rows
-            assert UNIT % tile.tokens == 0
+            assert fields.UNIT % tile.tokens == 0

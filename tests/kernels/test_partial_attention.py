@@ -4,15 +4,8 @@ import pytest
 import torch
 
 from sfi_kernels import partial_attention as module
+from sfi_kernels import partial_attention as segments
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.partial_attention import (
-    capped,
-    combine,
-    partial_attention,
-    streamed_attention,
-    streamed_attention_with_logits,
-    streamed_logits,
-)
 from tests.covering import covering, each_value
 from tests.fakes import causal_mask, error_bound, paged, plain_attention
 
@@ -60,26 +53,26 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize(("T", "dtype"), each_value(LENGTHS, DTYPES))
 def test_a_segment_is_softmax_attention(path: str, T: int, dtype: torch.dtype):
     segment = inputs(T, dtype=dtype)
-    assert_plain(partial_attention(*segment, scale=SCALE), segment)
+    assert_plain(segments.partial_attention(*segment, scale=SCALE), segment)
 
 
 @pytest.mark.parametrize(("G", "W"), [(1, 5), (2, 1), (4, 5)])
 def test_every_query_of_a_group_and_window_attends_for_itself(path: str, G: int, W: int):
     segment = inputs(63, G=G, W=W)
-    assert_plain(partial_attention(*segment, scale=SCALE), segment)
+    assert_plain(segments.partial_attention(*segment, scale=SCALE), segment)
 
 
 @pytest.mark.parametrize(("T", "G", "dtype"), covering(LENGTHS[:-1], [1, 2, 4], DTYPES))
 def test_a_causal_query_sees_itself_and_what_is_before_it(path: str, T: int, G: int, dtype: torch.dtype):
     segment = inputs(T, G=G, W=T, dtype=dtype)
-    part = partial_attention(*segment, scale=SCALE, causal=True)
+    part = segments.partial_attention(*segment, scale=SCALE, causal=True)
     assert_plain(part, segment, visible=causal_mask(T, T))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_values_may_be_wider_than_keys(causal: bool):
     segment = inputs(65, W=65, E=24)
-    part = partial_attention(*segment, scale=SCALE, causal=causal)
+    part = segments.partial_attention(*segment, scale=SCALE, causal=causal)
     assert_plain(part, segment, visible=causal_mask(65, 65) if causal else None)
 
 
@@ -87,22 +80,22 @@ def test_values_may_be_wider_than_keys(causal: bool):
 @pytest.mark.parametrize("T", [1, 63])
 def test_a_soft_cap_bends_the_logits_before_the_softmax(causal: bool, T: int):
     segment = inputs(T, W=T)
-    part = partial_attention(*segment, scale=SCALE, soft_cap=0.5, causal=causal)
+    part = segments.partial_attention(*segment, scale=SCALE, soft_cap=0.5, causal=causal)
     assert_plain(part, segment, soft_cap=0.5, visible=causal_mask(T, T) if causal else None)
 
 
 def test_a_soft_cap_keeps_small_logits_and_bounds_large_ones():
     logits = torch.tensor([-1e6, -0.01, 0.0, 0.01, 1e6])
     expected = torch.tensor([-30.0, -0.01, 0.0, 0.01, 30.0])
-    torch.testing.assert_close(capped(logits, 30.0), expected)
-    assert capped(logits, None) is logits
+    torch.testing.assert_close(segments.capped(logits, 30.0), expected)
+    assert segments.capped(logits, None) is logits
 
 
 @pytest.mark.parametrize(("dtype", "W"), each_value(DTYPES, [1, 5]))
 def test_a_query_reads_only_the_keys_it_is_shown(W: int, dtype: torch.dtype):
     segment = inputs(63, W=W, dtype=dtype)
     visible = torch.rand(B, H, 1, W, 63) < 0.5
-    part = partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
+    part = segments.partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
     assert_plain(part, segment, visible=visible)
 
 
@@ -110,7 +103,7 @@ def test_a_query_that_sees_nothing_gets_zeros():
     segment = inputs(9, W=2)
     visible = torch.ones(B, H, 1, 2, 9, dtype=torch.bool)
     visible[1, :, :, 0] = False
-    out, lse = partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
+    out, lse = segments.partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
     assert (out[1, :, :, 0] == 0).all()
     assert (lse[1, :, :, 0] == -torch.inf).all()
     assert_plain((out, lse), segment, visible=visible)
@@ -121,7 +114,7 @@ def test_a_broken_key_is_not_hidden(path: str):
     """NaN reaches the logits, where the sampler reports it."""
     query, key, value = inputs(9)
     key[0, 0, 3] = torch.nan
-    out, _ = partial_attention(query, key, value, scale=SCALE)
+    out, _ = segments.partial_attention(query, key, value, scale=SCALE)
     assert out[0, 0].isnan().all()
     assert out[1].isfinite().all()
 
@@ -131,7 +124,7 @@ def test_the_queries_of_a_block_do_not_change_the_result(monkeypatch, block_elem
     monkeypatch.setattr(module, "BLOCK_ELEMENTS", block_elements)
     segment = inputs(65, W=7)
     visible = torch.rand(B, 1, 1, 7 if per_query else 1, 65) < 0.7
-    part = partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
+    part = segments.partial_attention(*segment, scale=SCALE, visible_BHGWT=visible)
     assert_plain(part, segment, visible=visible)
 
 
@@ -139,28 +132,28 @@ def test_the_queries_of_a_block_do_not_change_the_result(monkeypatch, block_elem
 def test_two_segments_joined_are_one(path: str, split: int, dtype: torch.dtype):
     query, key, value = inputs(65, W=3, dtype=dtype)
     parts = [
-        partial_attention(query, key[:, :, part], value[:, :, part], scale=SCALE)
+        segments.partial_attention(query, key[:, :, part], value[:, :, part], scale=SCALE)
         for part in (slice(split), slice(split, None))
     ]
     expected, _ = plain_attention(query, key, value, SCALE)
     atol, _ = error_bound(query, key, value, SCALE)
-    torch.testing.assert_close(combine(parts).double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(segments.combine(parts).double(), expected, rtol=0, atol=atol)
 
 
 def test_a_segment_that_shows_nothing_adds_nothing():
     query, key, value = inputs(20)
     nothing = torch.zeros(1, 1, 1, 1, 20, dtype=torch.bool)
-    empty = partial_attention(query, key, value, scale=SCALE, visible_BHGWT=nothing)
-    part = partial_attention(query, key, value, scale=SCALE)
-    torch.testing.assert_close(combine([empty, part]), part[0])
-    assert torch.equal(combine([empty, empty]), torch.zeros_like(part[0]))
+    empty = segments.partial_attention(query, key, value, scale=SCALE, visible_BHGWT=nothing)
+    part = segments.partial_attention(query, key, value, scale=SCALE)
+    torch.testing.assert_close(segments.combine([empty, part]), part[0])
+    assert torch.equal(segments.combine([empty, empty]), torch.zeros_like(part[0]))
 
 
 def test_segments_of_very_different_weight_join_without_overflow():
     query, key, value = inputs(20)
-    faint = partial_attention(query, key, value, scale=SCALE)
+    faint = segments.partial_attention(query, key, value, scale=SCALE)
     strong = (faint[0] + 1, faint[1] + 1e4)
-    torch.testing.assert_close(combine([faint, strong]), strong[0])
+    torch.testing.assert_close(segments.combine([faint, strong]), strong[0])
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -168,12 +161,12 @@ def test_a_learned_sink_takes_weight_but_has_no_value(pieces: int):
     query, key, value = inputs(63, G=2, W=3)
     sink_HG = torch.tensor([[2.0, -1.0], [0.0, 4.0]])
     parts = [
-        partial_attention(query, k, v, scale=SCALE)
+        segments.partial_attention(query, k, v, scale=SCALE)
         for k, v in zip(key.chunk(pieces, 2), value.chunk(pieces, 2), strict=True)
     ]
     expected, _ = plain_attention(query, key, value, SCALE, sink_HG=sink_HG)
     atol, _ = error_bound(query, key, value, SCALE)
-    torch.testing.assert_close(combine(parts, sink_HG).double(), expected, rtol=0, atol=atol)
+    torch.testing.assert_close(segments.combine(parts, sink_HG).double(), expected, rtol=0, atol=atol)
 
 
 # one block; blocks of one token; a border inside the window of the last queries, and several
@@ -224,13 +217,13 @@ class Streamed:
 def test_queries_attend_causally_across_the_borders_of_blocks(sizes, W, options, E, dtype):
     """The logits are those over pages, and later keys have none (Eq. 4)."""
     made, cap = Streamed(sizes, W, E, dtype), options.get("soft_cap")
-    out = streamed_attention(made.query, iter(made.blocks), made.length, scale=SCALE, **options)
+    out = segments.streamed_attention(made.query, iter(made.blocks), made.length, scale=SCALE, **options)
     made.assert_plain(out, **options)
-    logits = streamed_logits(made.query, made.blocks, made.length, scale=SCALE, soft_cap=cap)
+    logits = segments.streamed_logits(made.query, made.blocks, made.length, scale=SCALE, soft_cap=cap)
     torch.testing.assert_close(logits, made.window_logits(cap), rtol=1e-5, atol=1e-5)
     assert torch.equal(logits == -torch.inf, ~causal_mask(W, made.length).expand_as(logits))
     made.query = made.query[:, :, :, -1:]
-    out, logits = streamed_attention_with_logits(made.query, made.blocks, scale=SCALE, **options)
+    out, logits = segments.streamed_attention_with_logits(made.query, made.blocks, scale=SCALE, **options)
     made.assert_plain(out, **options)
     torch.testing.assert_close(logits, made.window_logits(cap), rtol=1e-5, atol=1e-5)
 
@@ -239,13 +232,13 @@ def test_queries_attend_causally_across_the_borders_of_blocks(sizes, W, options,
 def test_a_whole_prompt_may_come_in_blocks(sizes: list[int]):
     """The first query sees one key, whatever block the others are in."""
     made = Streamed(sizes, sum(sizes), D, torch.float32)
-    out = streamed_attention(made.query, made.blocks, made.length, scale=SCALE)
+    out = segments.streamed_attention(made.query, made.blocks, made.length, scale=SCALE)
     made.assert_plain(out)
 
 
 def test_one_head_s_blocks_give_that_head():
     made = Streamed([40, 30], 9, D, torch.float32)
-    whole = streamed_attention(made.query, made.blocks, made.length, scale=SCALE)
+    whole = segments.streamed_attention(made.query, made.blocks, made.length, scale=SCALE)
     one = [(start, key[:, 1:], value[:, 1:]) for start, key, value in made.blocks]
-    own = streamed_attention(made.query[:, 1:], one, made.length, scale=SCALE)
+    own = segments.streamed_attention(made.query[:, 1:], one, made.length, scale=SCALE)
     torch.testing.assert_close(own, whole[:, 1:])

@@ -7,17 +7,7 @@ from typing import Any
 
 import torch
 
-from sfi_core.observers.events import (
-    AuditEvent,
-    BeginStepEvent,
-    LogitsEvent,
-    PromptEvent,
-    RecallEvent,
-    RunEvent,
-    SelectionEvent,
-    StepEvent,
-    VerificationEvent,
-)
+from sfi_core.observers import events
 from sfi_traces.schema import TABLES
 from tests.traces.made import CONFIG, MODEL, overlap
 
@@ -26,21 +16,21 @@ AUDIT = {"every": 2, "top": 6, "layers": None, "heads": None}
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def run_event(batch: int = 2, **changes) -> RunEvent:
+def run_event(batch: int = 2, **changes) -> events.RunEvent:
     event = {
         "batch": batch, "requests": batch, "policy": "sfi", "backend": "torch", "device": "cpu",
         "config": CONFIG, "trigger_token_ids": TRIGGERS, "model": MODEL, "audit": AUDIT,
     }  # fmt: skip
-    return RunEvent(**event | changes)
+    return events.RunEvent(**event | changes)
 
 
-def step_event(request: int = 0, step: int = 0, **changes) -> StepEvent:
+def step_event(request: int = 0, step: int = 0, **changes) -> events.StepEvent:
     event = {
         "request": request, "step": step, "batch_step": step, "position": 9 + step, "token_id": step % 90,
         "slow": False, "reason": "", "steps_since_slow": 1, "attended_tokens": 5.5, "context_tokens": 10 + step,
         "elapsed_us": 12.5, "audited": False,
     }  # fmt: skip
-    return StepEvent(**event | changes)
+    return events.StepEvent(**event | changes)
 
 
 def wait_for(happened, seconds: float = 60.0) -> None:
@@ -91,14 +81,14 @@ class Told:
                     position = place + sum(count[:piece])
                     self.rows["prompts"].append({"request": self._first + row, "position": position, "token_id": token})
             count = tuple(c[piece] for c in counts)
-            self._observer.on(PromptEvent(requests=tuple(range(batch)), ids_BT=ids, count=count))
+            self._observer.on(events.PromptEvent(requests=tuple(range(batch)), ids_BT=ids, count=count))
             if begun is not None:
-                self._observer.on(BeginStepEvent(step=begun, slow=tuple(range(batch)), fast=()))
+                self._observer.on(events.BeginStepEvent(step=begun, slow=tuple(range(batch)), fast=()))
 
     def _step(self, step: int, alive: list[int]) -> None:
         slow = [row for row in alive if step == 0 or self._rng.random() < 0.3]
         fast = tuple(row for row in alive if row not in slow)
-        self._observer.on(BeginStepEvent(step=step, slow=tuple(slow), fast=fast))
+        self._observer.on(events.BeginStepEvent(step=step, slow=tuple(slow), fast=fast))
         audited = [row for row in alive if row in slow or step % 2 == 0]
         with self._observer.span("prefill" if step == 0 else "forward"):
             for layer in range(LAYERS):
@@ -130,7 +120,7 @@ class Told:
     def _recall(self, row: int, step: int, layer: int) -> None:
         fetched, waited = [self._rng.randrange(9) for _ in range(HEADS)], self._rng.uniform(0, 50)
         self._observer.on(
-            RecallEvent(
+            events.RecallEvent(
                 request=row, step=step, layer=layer, row_bytes=512, waited_us=waited,
                 rows_H=torch.tensor(fetched, dtype=torch.int32),
             )
@@ -150,7 +140,7 @@ class Told:
         sets = [sorted(self._rng.sample(range(12), self._rng.choice([5, 6]))) for _ in range(HEADS)]
         selecting = torch.tensor([head in heads for head in range(HEADS)])
         self._observer.on(
-            SelectionEvent(
+            events.SelectionEvent(
                 request=row, step=step, layer=layer, index_HK=padded(sets, 6), reason=reason,
                 diagnostics={name: torch.tensor([values]) for name, values in named.items()},
                 heads_H=selecting if reason else None,
@@ -180,7 +170,7 @@ class Told:
         read = [[self._rng.random() < 0.5 for _ in positions] for positions in sets]
         cosine = math.nan if step == 0 else self._number()
         self._observer.on(
-            AuditEvent(
+            events.AuditEvent(
                 request=row, step=step, layer=layer, slow=slow, heads=(0, 5), index_HK=padded(sets, 6),
                 mass_HK=torch.tensor([values + [0.0] * (6 - len(values)) for values in mass]),
                 read_HK=torch.tensor([values + [False] * (6 - len(values)) for values in read]),
@@ -209,7 +199,7 @@ class Told:
     def _logits(self, step: int, rows: list[int]) -> None:
         kl, agrees = [self._number() for _ in rows], [self._rng.random() < 0.5 for _ in rows]
         token, probability = [self._rng.randrange(90) for _ in rows], [self._number() for _ in rows]
-        event = LogitsEvent(
+        event = events.LogitsEvent(
             requests=tuple(rows), steps=(step,) * len(rows), kl_R=torch.tensor(kl), agrees_R=torch.tensor(agrees),
             dense_token_R=torch.tensor(token), dense_probability_R=torch.tensor(probability),
         )  # fmt: skip
@@ -227,7 +217,7 @@ class Told:
             "attended_tokens": self._number(), "selection_tokens": self._number(),
             "elapsed_us": self._rng.uniform(100, 900),
         }  # fmt: skip
-        self._observer.on(VerificationEvent(request=row, step=step, **told))
+        self._observer.on(events.VerificationEvent(request=row, step=step, **told))
         self.rows["verifications"].append({**self._key(row, step), **told})
 
     def _end(self, row: int, step: int, *, slow: bool, audited: bool) -> None:

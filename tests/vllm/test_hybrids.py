@@ -23,18 +23,7 @@ from sfi_core.hosts.vllm.names import check_model, engine_of_process, full_group
 from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
 from tests.architectures import BY_LABEL
-from tests.vllm.engines import (
-    GREEDY,
-    SMALL_BATCH,
-    ask,
-    assert_nothing_is_left,
-    assert_same,
-    engine,
-    planner_of,
-    reference,
-    tokens,
-    told,
-)
+from tests.vllm import engines
 from tests.vllm.plain_delta_rule import stand_in
 from tests.vllm.test_models import HOLDS_ALL, SELECTS, prompts
 from tests.vllm.test_traces import traced
@@ -65,7 +54,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str,
     model = replace(one, settings={**one.settings, **WIDE, **MODELS[label]}).build()
     model.save_pretrained(tmp_path / label)
     return model, {
-        "model": str(tmp_path / label), "skip_tokenizer_init": True, "max_model_len": 512, **SMALL_BATCH,
+        "model": str(tmp_path / label), "skip_tokenizer_init": True, "max_model_len": 512, **engines.SMALL_BATCH,
         "max_num_batched_tokens": 200, "enable_prefix_caching": label in CACHES,
     }  # fmt: skip
 
@@ -82,59 +71,61 @@ def ids_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_tokens_are_vllm_s_or_generate_s(tiny: Any, request: pytest.FixtureRequest):
     """Seven prompts of 3 to 300 tokens in pieces of at most 200, four at once: the others join a running batch."""
     (model, options), label = tiny, request.node.callspec.params["tiny"]
-    with engine(**options) as llm:
-        plain = tokens(llm, prompts(), detokenize=False)
-    with engine(HOLDS_ALL, **options) as llm:
-        outputs = ask(llm, prompts(), detokenize=False)
+    with engines.engine(**options) as llm:
+        plain = engines.tokens(llm, prompts(), detokenize=False)
+    with engines.engine(HOLDS_ALL, **options) as llm:
+        outputs = engines.ask(llm, prompts(), detokenize=False)
         assert ids_of(outputs) == plain
-        assert all(told(o)["fast_steps"] > told(o)["slow_steps"] for o in outputs)
-        assert_nothing_is_left(llm)
-    with engine(SELECTS, **options) as llm:
-        outputs = ask(llm, prompts(), detokenize=False)
-        assert all(told(o)["read_ratio"] < 0.8 for o in outputs if len(o.prompt_token_ids) >= 64)
+        assert all(engines.told(o)["fast_steps"] > engines.told(o)["slow_steps"] for o in outputs)
+        engines.assert_nothing_is_left(llm)
+    with engines.engine(SELECTS, **options) as llm:
+        outputs = engines.ask(llm, prompts(), detokenize=False)
+        assert all(engines.told(o)["read_ratio"] < 0.8 for o in outputs if len(o.prompt_token_ids) >= 64)
         assert ids_of(outputs) != plain
     if label in SAME:
-        assert_same(outputs, reference(prompts(), 40, settings(SELECTS), model=model))
+        engines.assert_same(outputs, engines.reference(prompts(), 40, settings(SELECTS), model=model))
 
 
 def turns(llm: LLM) -> list[RequestOutput]:
     """Ask for a prompt, go on from its answer, and ask for the prompt again."""
-    first = ask(llm, [prompts()[4]], detokenize=False)
-    second = ask(llm, [prompts()[4] + ids_of(first)[0] + prompts()[1]], detokenize=False)
-    return [*first, *second, *ask(llm, [prompts()[4]], detokenize=False)]
+    first = engines.ask(llm, [prompts()[4]], detokenize=False)
+    second = engines.ask(llm, [prompts()[4] + ids_of(first)[0] + prompts()[1]], detokenize=False)
+    return [*first, *second, *engines.ask(llm, [prompts()[4]], detokenize=False)]
 
 
 @pytest.mark.parametrize("tiny", CACHES, indirect=True)
 def test_cached_prefixes_bring_their_states(tiny: Any, request: pytest.FixtureRequest):
     """The second turn and the same prompt find nine blocks of it or more, and the state behind them."""
     (model, options), label = tiny, request.node.callspec.params["tiny"]
-    with engine(**options) as llm:
+    with engines.engine(**options) as llm:
         plain = turns(llm)
-    with engine(HOLDS_ALL, **options) as llm:
+    with engines.engine(HOLDS_ALL, **options) as llm:
         outputs = turns(llm)
         assert ids_of(outputs) == ids_of(plain)
         cached = [o.num_cached_tokens for o in outputs]
         assert cached == [o.num_cached_tokens for o in plain]
         assert cached[1] >= cached[2] == 288
-        assert_nothing_is_left(llm)
-    with engine(SELECTS, **options) as llm:
+        engines.assert_nothing_is_left(llm)
+    with engines.engine(SELECTS, **options) as llm:
         first, _, again = turns(llm)
         assert ids_of([first]) == ids_of([again])
-        assert told(again)["read_ratio"] < 0.4
+        assert engines.told(again)["read_ratio"] < 0.4
         if label in SAME:
-            assert_same([first, again], reference([prompts()[4]], 40, settings(SELECTS), model=model) * 2)
+            engines.assert_same(
+                [first, again], engines.reference([prompts()[4]], 40, settings(SELECTS), model=model) * 2
+            )
 
 
 @pytest.mark.parametrize("tiny", ["granite-4", "qwen3-next"], indirect=True)
 def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
     """Two of four requests have a slot; all lose their blocks twice, in their prompts or while they decode."""
     _, options = tiny
-    with engine(**options) as llm:
-        plain = tokens(llm, prompts(), detokenize=False)
-    with engine({**HOLDS_ALL, "slots": 2}, **options) as llm:
+    with engines.engine(**options) as llm:
+        plain = engines.tokens(llm, prompts(), detokenize=False)
+    with engines.engine({**HOLDS_ALL, "slots": 2}, **options) as llm:
         core, done, steps = llm.llm_engine, {}, 0
         for number, prompt in enumerate(prompts()):
-            parameters = SamplingParams(**GREEDY, max_tokens=40, detokenize=False)
+            parameters = SamplingParams(**engines.GREEDY, max_tokens=40, detokenize=False)
             core.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
         while core.has_unfinished_requests():
             done |= {int(one.request_id): one for one in core.step() if one.finished}
@@ -143,11 +134,11 @@ def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
                 core.reset_prefix_cache(reset_running_requests=True)
         outputs = [done[number] for number in sorted(done)]
         assert ids_of(outputs) == plain
-        assert sum(told(o)["preempted"] for o in outputs) > 4
-        dense = [told(o)["dense_steps"] for o in outputs]
+        assert sum(engines.told(o)["preempted"] for o in outputs) > 4
+        dense = [engines.told(o)["dense_steps"] for o in outputs]
         assert 0 in dense
         assert any(dense)
-        assert_nothing_is_left(llm)
+        engines.assert_nothing_is_left(llm)
 
 
 def errors(model: Any, outputs: list[RequestOutput]) -> torch.Tensor:
@@ -175,14 +166,14 @@ def test_native_linear_attention_is_as_near_to_float32_as_vllm_s(tmp_path: Path)
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 4,
         "max_num_batched_tokens": 320, "dtype": "bfloat16",
     }  # fmt: skip
-    with engine(**options) as llm:
-        plain = ask(llm, prompts(), detokenize=False, logprobs=8)
-    with engine(HOLDS_ALL, **options) as llm:
+    with engines.engine(**options) as llm:
+        plain = engines.ask(llm, prompts(), detokenize=False, logprobs=8)
+    with engines.engine(HOLDS_ALL, **options) as llm:
         worker = engine_of_process()
         assert worker is not None
         assert worker.store.page_size > 128  # so large that a state fits into a block
-        outputs = ask(llm, prompts(), detokenize=False, logprobs=8)
-    assert all(told(o)["fast_steps"] > told(o)["slow_steps"] for o in outputs)
+        outputs = engines.ask(llm, prompts(), detokenize=False, logprobs=8)
+    assert all(engines.told(o)["fast_steps"] > engines.told(o)["slow_steps"] for o in outputs)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float().eval()
     ours, theirs = errors(exact, outputs), errors(exact, plain)
     assert len(ours) >= 7 * 40 * 8
@@ -194,18 +185,21 @@ def test_pages_may_be_smaller_than_blocks(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Where a kernel takes no blocks of 96 tokens, vLLM splits them; those of one length are known by their blocks."""
     replace(BY_LABEL["llama"], settings=WIDE).build().save_pretrained(tmp_path)
     options = {
-        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, **SMALL_BATCH, "block_size": 96,
+        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, "block_size": 96,
+        **engines.SMALL_BATCH,
     }  # fmt: skip
     alike = [*(prompt[:100] for prompt in prompts()[3:6]), *prompts()]
-    with engine(SELECTS, **options) as llm:
-        wanted = [(ids, told(o)) for o in ask(llm, alike, detokenize=False) for ids in ids_of([o])]
+    with engines.engine(SELECTS, **options) as llm:
+        wanted = [(ids, engines.told(o)) for o in engines.ask(llm, alike, detokenize=False) for ids in ids_of([o])]
     monkeypatch.setattr(SfiCpuBackend, "get_supported_kernel_block_sizes", staticmethod(lambda *_: [32]))
-    with engine(SELECTS, **options) as llm:
+    with engines.engine(SELECTS, **options) as llm:
         worker = engine_of_process()
         assert worker is not None
         assert (worker.store.page_size, worker.split) == (32, 3)
-        assert [(ids, told(o)) for o in ask(llm, alike, detokenize=False) for ids in ids_of([o])] == wanted
-        assert_nothing_is_left(llm)
+        assert [
+            (ids, engines.told(o)) for o in engines.ask(llm, alike, detokenize=False) for ids in ids_of([o])
+        ] == wanted
+        engines.assert_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize("tiny", ["falcon-h1", "nemotron-h"], indirect=True)
@@ -214,8 +208,8 @@ def test_a_trace_knows_the_states(tiny: Any, tmp_path: Path):
     with traced({**SELECTS, "trace": str(tmp_path / "run"), "trace_audit": 4}, **options) as llm:
         core = llm.llm_engine.engine_core.engine_core
         ours = layer_shapes(core.scheduler.kv_cache_config, core.vllm_config)
-        assert planner_of(llm).row_bytes == sum(one.row_bytes for one in ours if one.window is None)
-        ask(llm, prompts(), detokenize=False)
+        assert engines.planner_of(llm).row_bytes == sum(one.row_bytes for one in ours if one.window is None)
+        engines.ask(llm, prompts(), detokenize=False)
     theirs = transformers_shapes(model)
     assert [replace(one, state_bytes=0) for one in ours] == [replace(one, state_bytes=0) for one in theirs]
     assert [one.state_bytes > 0 for one in ours] == [one.state_bytes > 0 for one in theirs]
@@ -229,7 +223,7 @@ def test_a_trace_knows_the_states(tiny: Any, tmp_path: Path):
 def test_prefixes_of_mamba_2_are_refused_on_a_cpu(tiny: Any):
     _, options = tiny
     wanted = r"^enable_prefix_caching must be off for Mamba 2 on a CPU, [^\n]*; add --no-enable-prefix-caching$"
-    with pytest.raises(ConfigError, match=wanted), engine(SELECTS, **options | {"enable_prefix_caching": True}):
+    with pytest.raises(ConfigError, match=wanted), engines.engine(SELECTS, **options | {"enable_prefix_caching": True}):
         pass
 
 

@@ -10,126 +10,114 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.vllm.engines import (
-    GREEDY,
-    SELECTS,
-    SMALL_BATCH,
-    ask,
-    assert_nothing_is_left,
-    assert_same,
-    engine,
-    example_ids,
-    planner_of,
-    ragged,
-    reference,
-    tokens,
-    told,
-)
+from tests.vllm import engines
 
 PROMPT = slice(100, 900)
 
 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
-    with engine(**SMALL_BATCH) as llm:
-        return tokens(llm, [example_ids()[PROMPT]], max_tokens=60)[0]
+    with engines.engine(**engines.SMALL_BATCH) as llm:
+        return engines.tokens(llm, [engines.example_ids()[PROMPT]], max_tokens=60)[0]
 
 
 @pytest.fixture(scope="module")
 def llm(plain: list[int]) -> Iterator[LLM]:
-    with engine(SELECTS, **SMALL_BATCH) as made:
+    with engines.engine(engines.SELECTS, **engines.SMALL_BATCH) as made:
         yield made
 
 
 def test_eleven_ragged_prompts(llm: LLM):
-    prompts, limits = ragged()
-    assert_same(ask(llm, prompts, max_tokens=limits), reference(prompts, limits, SELECTS))
-    assert_nothing_is_left(llm)
+    prompts, limits = engines.ragged()
+    engines.assert_same(
+        engines.ask(llm, prompts, max_tokens=limits), engines.reference(prompts, limits, engines.SELECTS)
+    )
+    engines.assert_nothing_is_left(llm)
 
 
 def test_short_prompts_and_the_same_ones_at_once(llm: LLM):
-    ids = example_ids()
+    ids = engines.example_ids()
     prompts = [ids[:n] for n in (1, 3, 32, 64, 65, 640, 640, 641)]
-    assert_same(ask(llm, prompts), reference(prompts, 40, SELECTS))
+    engines.assert_same(engines.ask(llm, prompts), engines.reference(prompts, 40, engines.SELECTS))
 
 
 def test_a_prompt_that_is_cached_gives_the_same_tokens(llm: LLM):
     """The Selector looks at the last query of the prompt alone here, which is computed anew."""
-    prompt = example_ids()[100:800]
-    first, second = (ask(llm, [prompt], max_tokens=60)[0] for _ in range(2))
+    prompt = engines.example_ids()[100:800]
+    first, second = (engines.ask(llm, [prompt], max_tokens=60)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 672)
-    assert_same([first, second], reference([prompt], 60, SELECTS) * 2)
+    engines.assert_same([first, second], engines.reference([prompt], 60, engines.SELECTS) * 2)
 
 
 def ask_each(llm: LLM, settings: list[dict[str, Any] | None]) -> list[Any]:
-    parameters = [SamplingParams(**GREEDY, max_tokens=60, extra_args=own) for own in settings]
-    prompt = {"prompt_token_ids": example_ids()[PROMPT]}
+    parameters = [SamplingParams(**engines.GREEDY, max_tokens=60, extra_args=own) for own in settings]
+    prompt = {"prompt_token_ids": engines.example_ids()[PROMPT]}
     return llm.generate([prompt] * len(settings), parameters, use_tqdm=False)
 
 
 def test_requests_of_one_batch_have_settings_of_their_own(llm: LLM, plain: list[int]):
     given = [None, {"sfi.t_max": 3, "sfi.min_gap": 0}, {"sfi.enabled": 0}, {"sfi.budget": 5}]
     outputs = ask_each(llm, given)
-    wanted = [SELECTS, SELECTS | {"t_max": 3, "min_gap": 0}]
-    assert_same(outputs[:2], [reference([example_ids()[PROMPT]], 60, own)[0] for own in wanted])
+    wanted = [engines.SELECTS, engines.SELECTS | {"t_max": 3, "min_gap": 0}]
+    engines.assert_same(outputs[:2], [engines.reference([engines.example_ids()[PROMPT]], 60, own)[0] for own in wanted])
     for output in outputs[2:]:
         assert list(output.outputs[0].token_ids) == plain
-        assert told(output)["read_ratio"] == 1
-        assert told(output)["dense_steps"] == 59
-    assert "error" not in told(outputs[2])
-    assert told(outputs[3])["error"].startswith("sfi.budget is no setting of one request")
+        assert engines.told(output)["read_ratio"] == 1
+        assert engines.told(output)["dense_steps"] == 59
+    assert "error" not in engines.told(outputs[2])
+    assert engines.told(outputs[3])["error"].startswith("sfi.budget is no setting of one request")
     assert list(outputs[0].outputs[0].token_ids) != plain
-    assert_nothing_is_left(llm)
+    engines.assert_nothing_is_left(llm)
 
 
 def test_a_request_that_is_always_slow_reads_everything(llm: LLM, plain: list[int]):
     output = ask_each(llm, [{"sfi.trigger_policy": "always"}])[0]
     assert list(output.outputs[0].token_ids) == plain
-    assert told(output)["dense_steps"] == 0
-    assert told(output)["reasons"]["always"] == 58
-    assert told(output)["read_ratio"] == 1
+    assert engines.told(output)["dense_steps"] == 0
+    assert engines.told(output)["reasons"]["always"] == 58
+    assert engines.told(output)["read_ratio"] == 1
 
 
 @pytest.mark.parametrize("policy", ["codescan", "quest", "streaming-llm", "full-kv", "snapkv"])
 def test_other_policies_give_the_same_as_generate(policy: str):
-    prompts = [example_ids()[i * 40 : i * 40 + n] for i, n in enumerate([700, 33, 300, 64, 450])]
-    with engine({**SELECTS, "policy": policy}, **SMALL_BATCH) as llm:
-        assert_same(ask(llm, prompts), reference(prompts, 40, SELECTS, policy=policy))
-        assert_nothing_is_left(llm)
+    prompts = [engines.example_ids()[i * 40 : i * 40 + n] for i, n in enumerate([700, 33, 300, 64, 450])]
+    with engines.engine({**engines.SELECTS, "policy": policy}, **engines.SMALL_BATCH) as llm:
+        engines.assert_same(engines.ask(llm, prompts), engines.reference(prompts, 40, engines.SELECTS, policy=policy))
+        engines.assert_nothing_is_left(llm)
 
 
 @pytest.mark.parametrize("salt", [None, "a client's"])
 def test_a_dense_request_reads_no_keys_of_fast_steps(salt: str | None):
     """Without a salt of their own, the second turn of a chat would begin with what fast steps had made."""
-    with engine(SELECTS, **SMALL_BATCH) as llm:
-        first = example_ids()[PROMPT]
-        answer = tokens(llm, [first], max_tokens=60, salt=salt)[0]
-        turn = [first + answer + example_ids()[900:940]]
-        dense = ask(llm, turn, max_tokens=5, extra_args={"sfi.enabled": 0}, salt=salt)[0]
+    with engines.engine(engines.SELECTS, **engines.SMALL_BATCH) as llm:
+        first = engines.example_ids()[PROMPT]
+        answer = engines.tokens(llm, [first], max_tokens=60, salt=salt)[0]
+        turn = [first + answer + engines.example_ids()[900:940]]
+        dense = engines.ask(llm, turn, max_tokens=5, extra_args={"sfi.enabled": 0}, salt=salt)[0]
         assert dense.num_cached_tokens == 0
-        again = ask(llm, turn, max_tokens=5, salt=salt)[0]
+        again = engines.ask(llm, turn, max_tokens=5, salt=salt)[0]
         assert again.num_cached_tokens >= 832
 
 
 def stage(llm: LLM, name: str) -> str:
     """Say how far a request is; vLLM appends to the name that it was given."""
-    tracked = next(one for key, one in planner_of(llm).tracked.items() if key.startswith(name))
+    tracked = next(one for key, one in engines.planner_of(llm).tracked.items() if key.startswith(name))
     if tracked.begun:
         return "decoding" if tracked.state.step > 3 else "begun"
     return "reading" if tracked.blocks else "waiting"
 
 
 def test_aborts_at_every_stage_leave_the_others_as_they_were():
-    ids = example_ids()
+    ids = engines.example_ids()
     prompts = {
         "decoding": ids[:40], "first": ids[40:240], "reading": ids[:1800], "second": ids[300:420],
         "waiting": ids[:300], "third": ids[500:1200],
     }  # fmt: skip
-    options = {**SMALL_BATCH, "max_num_seqs": 3}
-    with engine(SELECTS, **options) as llm:
+    options = {**engines.SMALL_BATCH, "max_num_seqs": 3}
+    with engines.engine(engines.SELECTS, **options) as llm:
         core, aborted, done = llm.llm_engine, set(), {}
         for name, prompt in prompts.items():
-            parameters = SamplingParams(**GREEDY, max_tokens=40)
+            parameters = SamplingParams(**engines.GREEDY, max_tokens=40)
             core.add_request(name, {"prompt_token_ids": prompt}, parameters)
         while core.has_unfinished_requests():
             done |= {one.request_id: one for one in core.step() if one.finished}
@@ -139,18 +127,18 @@ def test_aborts_at_every_stage_leave_the_others_as_they_were():
                     aborted.add(name)
         assert aborted == {"decoding", "reading", "waiting"}
         survivors = ["first", "second", "third"]
-        wanted = reference([prompts[name] for name in survivors], 40, SELECTS)
-        assert_same([done[name] for name in survivors], wanted)
-        assert_nothing_is_left(llm)
+        wanted = engines.reference([prompts[name] for name in survivors], 40, engines.SELECTS)
+        engines.assert_same([done[name] for name in survivors], wanted)
+        engines.assert_nothing_is_left(llm)
 
 
 def test_preempted_requests_go_on_where_they_were():
     """One loses its blocks while it decodes, one while its prompt is read: that one is not sparse yet."""
-    prompts = {"decoding": example_ids()[:40], "reading": example_ids()[400:2400]}
-    with engine(SELECTS, **SMALL_BATCH) as llm:
+    prompts = {"decoding": engines.example_ids()[:40], "reading": engines.example_ids()[400:2400]}
+    with engines.engine(engines.SELECTS, **engines.SMALL_BATCH) as llm:
         core, done = llm.llm_engine, {}
         for name, prompt in prompts.items():
-            parameters = SamplingParams(**GREEDY, max_tokens=40)
+            parameters = SamplingParams(**engines.GREEDY, max_tokens=40)
             core.add_request(name, {"prompt_token_ids": prompt}, parameters)
         while stage(llm, "decoding") != "decoding":
             core.step()
@@ -158,9 +146,9 @@ def test_preempted_requests_go_on_where_they_were():
         core.reset_prefix_cache(reset_running_requests=True)
         while core.has_unfinished_requests():
             done |= {one.request_id: one for one in core.step() if one.finished}
-        resumed, read = told(done["decoding"]), told(done["reading"])
+        resumed, read = engines.told(done["decoding"]), engines.told(done["reading"])
         assert (resumed["preempted"], read["preempted"]) == (1, 1)
         assert (resumed["reasons"]["resumed"], read["reasons"]["first"]) == (1, 2)
         assert "resumed" not in read["reasons"]
-        assert_same([done["reading"]], reference([prompts["reading"]], 40, SELECTS))
-        assert_nothing_is_left(llm)
+        engines.assert_same([done["reading"]], engines.reference([prompts["reading"]], 40, engines.SELECTS))
+        engines.assert_nothing_is_left(llm)

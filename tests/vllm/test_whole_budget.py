@@ -7,54 +7,43 @@ import pytest
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from tests.vllm.engines import (
-    GREEDY,
-    HOLDS_ALL,
-    SMALL_BATCH,
-    ask,
-    assert_nothing_is_left,
-    engine,
-    example_ids,
-    ragged,
-    tokens,
-    told,
-)
+from tests.vllm import engines
 
 
 def eleven(llm: LLM) -> Any:
-    prompts, limits = ragged()
-    return tokens(llm, prompts, max_tokens=limits)
+    prompts, limits = engines.ragged()
+    return engines.tokens(llm, prompts, max_tokens=limits)
 
 
 def short_prompts(llm: LLM) -> Any:
     """Below a block and below the sinks, a block exactly, two blocks; twice, so that all are cached."""
-    ids = example_ids()
+    ids = engines.example_ids()
     prompts = [ids[:1], ids[:3], ids[:32], ids[:64], ids[:65]]
-    return tokens(llm, prompts), tokens(llm, prompts)
+    return engines.tokens(llm, prompts), engines.tokens(llm, prompts)
 
 
 def same_prompt_at_once(llm: LLM) -> Any:
-    ids = example_ids()
-    return tokens(llm, [ids[:640], ids[:640], ids[:641], ids[:32], ids[:32]])
+    ids = engines.example_ids()
+    return engines.tokens(llm, [ids[:640], ids[:640], ids[:641], ids[:32], ids[:32]])
 
 
 def second_turn(llm: LLM) -> Any:
     """Over a cached answer."""
-    first = example_ids()[:700]
-    answer = tokens(llm, [first], max_tokens=70)[0]
-    last = ask(llm, [first + answer + example_ids()[700:740]])[0]
+    first = engines.example_ids()[:700]
+    answer = engines.tokens(llm, [first], max_tokens=70)[0]
+    last = engines.ask(llm, [first + answer + engines.example_ids()[700:740]])[0]
     assert last.num_cached_tokens >= 736  # 24 blocks lie before the new tokens
     return answer, list(last.outputs[0].token_ids)
 
 
 def several_samples(llm: LLM) -> Any:
     parameters = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=30)
-    whole = llm.generate([{"prompt_token_ids": example_ids()[:700]}], parameters, use_tqdm=False)
+    whole = llm.generate([{"prompt_token_ids": engines.example_ids()[:700]}], parameters, use_tqdm=False)
     return [list(one.token_ids) for one in whole[0].outputs]
 
 
 def stop_string(llm: LLM) -> Any:
-    out = ask(llm, [example_ids()[:500]], max_tokens=80, stop=["."])[0].outputs[0]
+    out = engines.ask(llm, [engines.example_ids()[:500]], max_tokens=80, stop=["."])[0].outputs[0]
     assert out.finish_reason == "stop"
     return list(out.token_ids), out.text
 
@@ -62,7 +51,7 @@ def stop_string(llm: LLM) -> Any:
 def structured_output(llm: LLM) -> Any:
     wanted = StructuredOutputsParams(choice=["the northern wharf", "the snowy temple"])
     options = {"max_tokens": 40, "structured_outputs": wanted, "ignore_eos": False}
-    out = ask(llm, [example_ids()[:400]], **options)[0].outputs[0]
+    out = engines.ask(llm, [engines.example_ids()[:400]], **options)[0].outputs[0]
     assert out.text in {"the northern wharf", "the snowy temple"}
     return list(out.token_ids)
 
@@ -84,19 +73,19 @@ SCENARIOS: dict[str, Callable[[LLM], Any]] = {
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
     """vLLM's own tokens, scenario by scenario."""
-    with engine(**SMALL_BATCH) as llm:
+    with engines.engine(**engines.SMALL_BATCH) as llm:
         return {name: scenario(llm) for name, scenario in SCENARIOS.items()}
 
 
 @pytest.fixture(scope="module")
 def with_sfi(plain: dict[str, Any]) -> dict[str, Any]:
     """The same with sfi; after each scenario nothing is left of its requests."""
-    with engine(HOLDS_ALL, **SMALL_BATCH) as llm:
+    with engines.engine(engines.HOLDS_ALL, **engines.SMALL_BATCH) as llm:
         found = {}
         for name, scenario in SCENARIOS.items():
             found[name] = scenario(llm)
-            assert_nothing_is_left(llm)
-        found["report"] = told(ask(llm, [example_ids()[:640]], max_tokens=60)[0])
+            engines.assert_nothing_is_left(llm)
+        found["report"] = engines.told(engines.ask(llm, [engines.example_ids()[:640]], max_tokens=60)[0])
         return found
 
 
@@ -112,11 +101,11 @@ def test_most_steps_were_fast(with_sfi: dict[str, Any]):
 
 def test_preempted_requests_give_vllm_s_own_tokens(plain: dict[str, Any]):
     """Whatever runs loses its blocks three times, in its prompt or while it decodes."""
-    prompts, limits = ragged()
-    with engine(HOLDS_ALL, **SMALL_BATCH) as llm:
+    prompts, limits = engines.ragged()
+    with engines.engine(engines.HOLDS_ALL, **engines.SMALL_BATCH) as llm:
         core, done, steps = llm.llm_engine, {}, 0
         for number, (prompt, most) in enumerate(zip(prompts, limits, strict=True)):
-            parameters = SamplingParams(**GREEDY, max_tokens=most)
+            parameters = SamplingParams(**engines.GREEDY, max_tokens=most)
             core.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
         while core.has_unfinished_requests():
             done |= {int(one.request_id): one for one in core.step() if one.finished}
@@ -125,23 +114,23 @@ def test_preempted_requests_give_vllm_s_own_tokens(plain: dict[str, Any]):
                 core.reset_prefix_cache(reset_running_requests=True)
         outputs = [done[number] for number in sorted(done)]
         assert [list(o.outputs[0].token_ids) for o in outputs] == plain["eleven"]
-        assert sum(told(o)["preempted"] for o in outputs) > 6
-        assert sum(told(o)["reasons"].get("resumed", 0) for o in outputs) > 3
-        assert_nothing_is_left(llm)
+        assert sum(engines.told(o)["preempted"] for o in outputs) > 6
+        assert sum(engines.told(o)["reasons"].get("resumed", 0) for o in outputs) > 3
+        engines.assert_nothing_is_left(llm)
 
 
 def test_slots_for_some_requests_leave_the_others_dense(plain: dict[str, Any]):
-    prompts, limits = ragged()
-    with engine({**HOLDS_ALL, "slots": 2}, **SMALL_BATCH) as llm:
-        outputs = ask(llm, prompts, max_tokens=limits)
+    prompts, limits = engines.ragged()
+    with engines.engine({**engines.HOLDS_ALL, "slots": 2}, **engines.SMALL_BATCH) as llm:
+        outputs = engines.ask(llm, prompts, max_tokens=limits)
         assert [list(o.outputs[0].token_ids) for o in outputs] == plain["eleven"]
-        dense = [told(o)["dense_steps"] for o in outputs]
+        dense = [engines.told(o)["dense_steps"] for o in outputs]
         assert 0 in dense
         assert any(dense)
         for output, limit in zip(outputs, limits, strict=True):
-            report = told(output)
+            report = engines.told(output)
             assert report["slow_steps"] + report["fast_steps"] == limit
             if report["dense_steps"]:
                 assert report["dense_steps"] == limit - 1  # all but the prompt's
                 assert report["read_ratio"] == 1
-        assert_nothing_is_left(llm)
+        engines.assert_nothing_is_left(llm)

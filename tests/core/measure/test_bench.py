@@ -12,20 +12,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.measure.bench import bench
 from sfi_core.measure.bench import ours as our_runs
+from sfi_core.measure.bench import runs as running
 from sfi_core.measure.bench import theirs as their_runs
 from sfi_core.measure.bench.bench import run_bench
 from sfi_core.measure.bench.ours import StatedAcceptance, run_ours
 from sfi_core.measure.bench.rows import point_rows, step_bytes
-from sfi_core.measure.bench.runs import (
-    BenchRow,
-    DecodeSample,
-    DecodeVariant,
-    Prompts,
-    Read,
-    kind_of,
-    slow_steps,
-    variants,
-)
 from sfi_core.measure.bench.settings import BASELINES, DecodeSettings, Point
 from sfi_core.measure.bench.theirs import run_theirs
 from sfi_core.sizes.step import ByteModel
@@ -51,12 +42,12 @@ def byte_model(**changes):
 
 def row_of(model, variant, asked, batch=2):
     point = Point(asked.contexts[0], batch, asked.ragged)
-    prompts = Prompts.of(asked, point, model.config.vocab_size, model.device)
-    return BenchRow(model, variant, point, asked, prompts, byte_model())
+    prompts = running.Prompts.of(asked, point, model.config.vocab_size, model.device)
+    return running.BenchRow(model, variant, point, asked, prompts, byte_model())
 
 
 def ours(model, asked, *, policy="sfi", batch=2):
-    return run_ours(row_of(model, DecodeVariant(policy, policy), asked, batch))
+    return run_ours(row_of(model, running.DecodeVariant(policy, policy), asked, batch))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +58,7 @@ def ours(model, asked, *, policy="sfi", batch=2):
     ],
 )  # fmt: skip
 def test_slow_steps_are_evenly_apart_and_staggered(rate, row, batch, expected):
-    assert slow_steps(rate, row, batch, 15) == expected
+    assert running.slow_steps(rate, row, batch, 15) == expected
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2])
@@ -77,7 +68,7 @@ def test_the_forced_tokens_make_exactly_the_stated_steps_slow(tiny_model, delay)
     slow = [[t for t, read in enumerate(sample.measured) if read[row].slow] for row in (0, 1)]
     assert slow == [[0, 5, 10, 15], [2, 7, 12, 17]]
     assert sample.slow_rate == 0.2
-    warm = [kind_of(read) for read in sample.reads[:4]]
+    warm = [running.kind_of(read) for read in sample.reads[:4]]
     assert warm == [*["fast"] * delay, "slow", "mixed", "fast", "fast"][:4]
 
 
@@ -86,7 +77,7 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
     sample = ours(tiny_model, asked, batch=3)
     lengths = [[read.length for read in reads] for reads in sample.reads]
     assert lengths[:2] == [[102, 77, 51], [103, 78, 52]]
-    theirs = run_theirs(row_of(tiny_model, DecodeVariant(BASELINES[0]), asked, batch=3))
+    theirs = run_theirs(row_of(tiny_model, running.DecodeVariant(BASELINES[0]), asked, batch=3))
     assert [[read.length for read in reads] for reads in theirs.reads] == lengths
     assert len(theirs.at) == len(sample.at) == 1 + 4 + 5
 
@@ -94,7 +85,7 @@ def test_step_t_has_the_contexts_and_t_more_tokens(tiny_model):
 @pytest.mark.parametrize("name", BASELINES)
 def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monkeypatch):
     """Its caches are filled with what ours holds, so that full attention gives the same tokens."""
-    row = row_of(tiny_model, DecodeVariant(name), settings(contexts=(1500,), steps=6))
+    row = row_of(tiny_model, running.DecodeVariant(name), settings(contexts=(1500,), steps=6))
     seen = {}
     update = tiny_model.generate
 
@@ -105,7 +96,7 @@ def test_transformers_decodes_from_the_same_keys_as_ours(tiny_model, name, monke
     monkeypatch.setattr(tiny_model, "generate", generate)
     run_theirs(row)
     monkeypatch.undo()
-    row.variant = DecodeVariant("full-kv", "full-kv")
+    row.variant = running.DecodeVariant("full-kv", "full-kv")
     run_ours(row)
     pages = row.prompts.made_up.store.layers
     for layer, held in enumerate(seen["cache"].layers):
@@ -118,7 +109,7 @@ def test_a_time_limit_ends_a_run_after_three_steps_or_a_whole_period(tiny_model)
     assert ours(tiny_model, asked, policy="full-kv").steps == 3
     triggered = ours(tiny_model, asked)
     assert (triggered.steps, triggered.slow_rate) == (5, 0.2)
-    theirs = run_theirs(row_of(tiny_model, DecodeVariant(BASELINES[0]), asked))
+    theirs = run_theirs(row_of(tiny_model, running.DecodeVariant(BASELINES[0]), asked))
     # transformers asks whether to stop before it hands the step's tokens over
     assert (theirs.steps, theirs.warm_up, len(theirs.at)) == (4, 1, 6)
 
@@ -145,8 +136,10 @@ def test_all_variants_take_their_turn_in_every_repeat(tiny_model, monkeypatch):
 
 def sample(at, kinds, *, warm_up=1, batch=2):
     slow = {"fast": (False, False), "mixed": (True, False), "slow": (True, True)}
-    reads = [[Read(slow[kind][0], 100, 40, 20), Read(slow[kind][1], 60, 30, 20)] for kind in ["fast", *kinds]]
-    return DecodeSample(batch, warm_up, at=at, reads=reads)
+    reads = [
+        [running.Read(slow[kind][0], 100, 40, 20), running.Read(slow[kind][1], 60, 30, 20)] for kind in ["fast", *kinds]
+    ]
+    return running.DecodeSample(batch, warm_up, at=at, reads=reads)
 
 
 def test_a_hiccup_does_not_count_in_a_run_s_speed():
@@ -156,15 +149,16 @@ def test_a_hiccup_does_not_count_in_a_run_s_speed():
 
 
 def test_rows_can_be_recomputed_by_hand():
-    point, (full, sfi) = Point(100, 2), (DecodeVariant(one, one) for one in ("full-kv", "sfi"))
+    point, (full, sfi) = Point(100, 2), (running.DecodeVariant(one, one) for one in ("full-kv", "sfi"))
     runs = {
         sfi: [sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]), sample([0, 1, 2, 3, 4], ["fast", "mixed", "slow"])],
         full: [sample([0, 2, 4, 6, 8], ["slow"] * 3)],
-        DecodeVariant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
-        DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
+        running.DecodeVariant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
+        running.DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
     }
     made = [
-        BenchRow(None, variant, point, None, None, byte_model(), samples=samples) for variant, samples in runs.items()
+        running.BenchRow(None, variant, point, None, None, byte_model(), samples=samples)
+        for variant, samples in runs.items()
     ]
     rows = {row["policy"]: row for row in point_rows(made, copy_gb_per_s=1e-6)}
     row = rows["sfi"]
@@ -193,7 +187,7 @@ def test_rows_can_be_recomputed_by_hand():
 
 
 def test_a_slow_request_that_selects_nothing_reads_what_dense_attention_reads():
-    read = [Read(True, 100, 40, 20)]
+    read = [running.Read(True, 100, 40, 20)]
     model = byte_model(batch=1)
     assert step_bytes(model, read, selects=False) == model.dense(100)
     assert step_bytes(model, read, selects=True) == model.slow(100, 20)
@@ -278,7 +272,7 @@ def test_chance_keeps_the_stated_share_and_depends_on_request_and_index_only():
 def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, acceptance):
     """All kept: a pass a token. None kept: each drafted token is a pass too many."""
     asked = lossless(acceptance=acceptance)
-    (variant,) = (way for way in variants(asked) if way.engine.lossless)
+    (variant,) = (way for way in running.variants(asked) if way.engine.lossless)
     sample = run_ours(row_of(tiny_model, variant, asked, 1))
     found = sample.drafting
     assert sample.tokens >= asked.steps
@@ -295,13 +289,13 @@ def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, a
 def test_rows_count_tokens_and_not_passes():
     """Two requests; the measured passes give 0, 3 and 5 tokens."""
     slow = ((True, True), (False, False), (True, False), (True, True))
-    reads = [[Read(first, 100, 40, 20), Read(second, 60, 30, 20)] for first, second in slow]
-    sample = DecodeSample(
+    reads = [[running.Read(first, 100, 40, 20), running.Read(second, 60, 30, 20)] for first, second in slow]
+    sample = running.DecodeSample(
         2, 1, at=[0, 1, 2, 3, 6], gave=[2, 4, 0, 3, 5], reads=reads,
         drafting={"verifications": 3, "accepted": 5},
     )  # fmt: skip
-    variant = DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
-    made = BenchRow(None, variant, Point(100, 2), None, None, byte_model(), samples=[sample])
+    variant = running.DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
+    made = running.BenchRow(None, variant, Point(100, 2), None, None, byte_model(), samples=[sample])
     (row,) = point_rows([made], 1.0)
     assert row["decode_tokens_per_second"] == 8 / 5
     assert row["all_decode_tokens_per_second"] == 12 / 6

@@ -9,17 +9,7 @@ import torch
 from sfi_core import SfiConfig, read_prompt
 from sfi_core.engine.report import RequestReport
 from sfi_core.errors import ConfigError, InputError, NumericsError
-from sfi_core.measure.evaluation.fidelity import (
-    Fidelity,
-    Window,
-    WindowRows,
-    fidelity,
-    from_rows,
-    ids_and_prefix,
-    reference,
-    window_cells,
-    windows,
-)
+from sfi_core.measure.evaluation import fidelity as measured
 from sfi_core.measure.evaluation.grid import Method, at_sizes, key_of
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
 
@@ -35,12 +25,12 @@ def window():
     ids = torch.randint(10, 96, (PROMPT + NEW,), generator=torch.Generator().manual_seed(3))
     for place in (7, 30, PROMPT + 4, PROMPT + 13):
         ids[place] = DOT
-    return Window(start=11, prompt_tokens=PROMPT, ids=tuple(ids.tolist()))
+    return measured.Window(start=11, prompt_tokens=PROMPT, ids=tuple(ids.tolist()))
 
 
 @pytest.fixture(scope="module")
 def full(tiny_model, window):
-    return reference(tiny_model, None, [window])
+    return measured.reference(tiny_model, None, [window])
 
 
 def forced(model, window, config=SMALL, **options):
@@ -95,7 +85,7 @@ def test_a_text_longer_than_the_models_positions_is_refused(tiny_model):
 
 
 def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, full):
-    (found,) = fidelity(tiny_model, None, full, SMALL, policy="full-kv")
+    (found,) = measured.fidelity(tiny_model, None, full, SMALL, policy="full-kv")
     assert found.kl == [0.0] * NEW
     assert found.agrees == [True] * NEW
     assert found.nll == found.nll_full
@@ -105,7 +95,7 @@ def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, ful
 
 
 def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
-    (found,) = fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
+    (found,) = measured.fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
     # where a step selects, its attention sums in another order
     assert found.kl == pytest.approx([0.0] * NEW, abs=1e-6)
     assert found.agrees == [True] * NEW
@@ -116,7 +106,7 @@ def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, f
     logits, _ = forced(tiny_model, window, policy="streaming-llm")
     plain, _ = forced(tiny_model, window, policy="full-kv")
     q, p = logits.double().softmax(-1), plain.double().softmax(-1)
-    (found,) = fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
+    (found,) = measured.fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
     assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-5)
     given = torch.tensor(window.ids[PROMPT:])[:, None]
     assert found.nll == pytest.approx((-q.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
@@ -133,7 +123,7 @@ def report_of(read_ratio):
 
 
 def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
-    return Fidelity(
+    return measured.Fidelity(
         window=[0] * 4, step=[0, 1, 2, 3], slow=[True, True, False, False], kl=list(kl),
         agrees=[True, True, False, True], nll=[9.0, 1.0, 2.0, 3.0], nll_full=[9.0, 1.0, 1.0, 1.0],
         reports=[report_of(read_ratio)],
@@ -141,7 +131,7 @@ def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
 
 
 def test_a_summary_leaves_out_step_0_which_no_policy_touches():
-    found = Fidelity.join([made(0.2), made(0.4)])
+    found = measured.Fidelity.join([made(0.2), made(0.4)])
     assert found.summary() == {
         "windows": 2, "steps": 6, "slow_rate": pytest.approx(1 / 3), "kl": 3.0, "agreement": pytest.approx(2 / 3),
         "perplexity": pytest.approx(math.e**2), "perplexity_full": pytest.approx(math.e), "kl_p95": 5.0,
@@ -150,23 +140,23 @@ def test_a_summary_leaves_out_step_0_which_no_policy_touches():
 
 
 def test_windows_are_spread_over_the_whole_text():
-    found = windows(range(100), 10, 5, 4)
+    found = measured.windows(range(100), 10, 5, 4)
     assert [window.start for window in found] == [0, 28, 57, 85]
     assert found[-1].ids == tuple(range(85, 100))
     assert {window.prompt_tokens for window in found} == {10}
-    assert windows(range(15), 10, 5, 1)[0].ids == tuple(range(15))
+    assert measured.windows(range(15), 10, 5, 1)[0].ids == tuple(range(15))
 
 
 def test_a_text_that_is_too_short_is_refused_with_what_it_needs():
     with pytest.raises(InputError, match=r"at least 18 tokens for 4 windows .* got 17"):
-        windows(range(17), 10, 5, 4)
-    assert len(windows(range(18), 10, 5, 4)) == 4
+        measured.windows(range(17), 10, 5, 4)
+    assert len(measured.windows(range(18), 10, 5, 4)) == 4
     with pytest.raises(InputError, match="text must have"):
-        windows([], 10, 5, 1)
+        measured.windows([], 10, 5, 1)
 
 
 def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
-    own, prefix = ids_and_prefix(tiny_tokenizer, "Belora hid it. Tamvex")
+    own, prefix = measured.ids_and_prefix(tiny_tokenizer, "Belora hid it. Tamvex")
     assert prefix == [tiny_tokenizer.bos_token_id]
     assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
 
@@ -176,8 +166,8 @@ TEXT = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettl
 
 def grid_of(loaded, *methods, shares=(0.3, 0.5), lengths=(40, 60), text=TEXT, tokens=12, count=2):
     sized = at_sizes(list(map(Method.parse, methods)), shares=shares)
-    cells = window_cells(sized, lengths, count, tokens)
-    return cells, WindowRows(*loaded, text=text, tokens=tokens, count=count)
+    cells = measured.window_cells(sized, lengths, count, tokens)
+    return cells, measured.WindowRows(*loaded, text=text, tokens=tokens, count=count)
 
 
 def test_a_window_is_compared_as_on_its_own(loaded):
@@ -189,11 +179,11 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     assert [cell.length for cell in cells[::4]] == [40, 60, 40, 60]
     for row, cell in zip(rows[:4], cells, strict=False):
         window = rows_of.windows(40)[0]
-        full = reference(*loaded, [window])
-        (own,) = fidelity(*loaded, full, cell.method.config_for(40), policy=cell.method.policy)
-        assert from_rows([row]) == own
-    joined = from_rows(rows[::4])
-    assert joined == Fidelity.join(from_rows([row]) for row in rows[::4])
+        full = measured.reference(*loaded, [window])
+        (own,) = measured.fidelity(*loaded, full, cell.method.config_for(40), policy=cell.method.policy)
+        assert measured.from_rows([row]) == own
+    joined = measured.from_rows(rows[::4])
+    assert joined == measured.Fidelity.join(measured.from_rows([row]) for row in rows[::4])
 
 
 @pytest.mark.parametrize(

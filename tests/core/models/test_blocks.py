@@ -8,14 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+import transformers
 
 from sfi_core import SfiConfig, generate, load
 from sfi_core.errors import BackendError, ConfigError
@@ -32,9 +25,9 @@ import gguf
 from tests.core.models.test_gguf import TEXT, finish, write_config, write_tokenizer
 
 MODELS = {
-    "llama": (LlamaConfig, LlamaForCausalLM, gguf.MODEL_ARCH.LLAMA),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, gguf.MODEL_ARCH.QWEN2),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, gguf.MODEL_ARCH.GEMMA3),
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM, gguf.MODEL_ARCH.LLAMA),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM, gguf.MODEL_ARCH.QWEN2),
+    "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, gguf.MODEL_ARCH.GEMMA3),
 }
 
 

@@ -19,17 +19,7 @@ from sfi_core.measure.bench.byte_roofline import forecast_document
 from sfi_core.measure.bench.settings import DecodeSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.settings.config import DraftConfig
-from sfi_core.sizes.memory import (
-    COMPARING,
-    CPU_SLACK,
-    GRAPH_BYTES,
-    LIBRARY_BYTES,
-    PICKING,
-    Drafting,
-    check_fits,
-    forecast,
-    step_sizes,
-)
+from sfi_core.sizes import memory as needs
 from sfi_core.sizes.policy import untriggered
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import RING_PLACES
@@ -43,35 +33,39 @@ SFI, FULL_KV = (untriggered(name, CONFIG) for name in ("sfi", "full-kv"))
 
 
 def test_there_is_a_graph_for_each_power_of_two_of_slow_requests():
-    assert step_sizes(1, selects=True) == [0, 1]
-    assert step_sizes(6, selects=True) == [0, 1, 2, 4, 6]
-    assert step_sizes(8, selects=True) == [0, 1, 2, 4, 8]
-    assert step_sizes(8, selects=False) == [0]
+    assert needs.step_sizes(1, selects=True) == [0, 1]
+    assert needs.step_sizes(6, selects=True) == [0, 1, 2, 4, 6]
+    assert needs.step_sizes(8, selects=True) == [0, 1, 2, 4, 8]
+    assert needs.step_sizes(8, selects=False) == [0]
 
 
 def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model):
     """4 query heads over 2 KV heads, a vocabulary of 96, in float32; a batch of 3 has graphs 0, 1, 2, 3."""
     sizes = {"batch": 3, "prompt_tokens": 30, "capacity": 1000, "prefill_chunk": 8}
     options = {"refreshed_together": 3, "evidence_buffers": RING_PLACES}
-    whole, none = (forecast(tiny_model, [FULL] * 2, SFI, graphs=graphs, **sizes, **options) for graphs in (True, False))
+    whole, none = (
+        needs.forecast(tiny_model, [FULL] * 2, SFI, graphs=graphs, **sizes, **options) for graphs in (True, False)
+    )
     selector = (RING_PLACES * 4 + 12 * 2) * 3 * 1000 * 4
     pass_over_a_token = 1408 * 3 + 768 * 3
     logits, chosen = 3 * 96 * 4, (0 + 1 + 2 + 3) * 2 * 2 * 5 * 4
-    assert whole.graph_bytes == (selector + pass_over_a_token + logits + chosen + 4 * GRAPH_BYTES + LIBRARY_BYTES)
+    assert whole.graph_bytes == (
+        selector + pass_over_a_token + logits + chosen + 4 * needs.GRAPH_BYTES + needs.LIBRARY_BYTES
+    )
     # verifications of 2, 3 and 4 tokens beside those of one: their logits as well, and where all graphs leave them
-    drafting = Drafting(tested=4, together=1, compares=False, explicit=False)
-    drafts = forecast(tiny_model, [FULL] * 2, SFI, graphs=True, drafting=drafting, **sizes, **options)
+    drafting = needs.Drafting(tested=4, together=1, compares=False, explicit=False)
+    drafts = needs.forecast(tiny_model, [FULL] * 2, SFI, graphs=True, drafting=drafting, **sizes, **options)
     passed = 1408 * 3 * 4 + 768 * 3 + (4 + 3) * logits
-    assert drafts.graph_bytes == selector + passed + 4 * (chosen + 4 * GRAPH_BYTES) + LIBRARY_BYTES
+    assert drafts.graph_bytes == selector + passed + 4 * (chosen + 4 * needs.GRAPH_BYTES) + needs.LIBRARY_BYTES
     assert none.graph_bytes == 0
     assert whole.needed_bytes - none.needed_bytes == whole.graph_bytes
-    assert whole.workspace_bytes == none.workspace_bytes == CPU_SLACK * (4 * 4 * 16 + 24) * 4000
+    assert whole.workspace_bytes == none.workspace_bytes == needs.CPU_SLACK * (4 * 4 * 16 + 24) * 4000
 
 
 def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model):
-    one = forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
+    one = needs.forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
-    assert one.graph_bytes == step + 3 * 96 * 4 + GRAPH_BYTES + LIBRARY_BYTES
+    assert one.graph_bytes == step + 3 * 96 * 4 + needs.GRAPH_BYTES + needs.LIBRARY_BYTES
 
 
 @pytest.mark.parametrize(
@@ -95,7 +89,7 @@ def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(monkeypatch,
     logits = 2 * 151936 * 4 * 16
     widest = (3 * 2560 + 4 * 9728) * 2
     kept = 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
-    held = selector + widest * 16 + logits + kept + 6 * GRAPH_BYTES + LIBRARY_BYTES
+    held = selector + widest * 16 + logits + kept + 6 * needs.GRAPH_BYTES + needs.LIBRARY_BYTES
     # a prompt selects by 16 queries
     workspace = max(selector, (4 * 32 * 16 + 12 * 8) * capacity * 4)
     assert document["rows"][0]["workspace_bytes"] == workspace + (held if graphs else 0)
@@ -164,9 +158,9 @@ def test_a_refusal_says_what_graphs_would_hold(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("sfi_core.sizes.memory.free_bytes", lambda _: 1000)
     sizes = {"batch": 1, "prompt_tokens": 3, "capacity": 9}
     for graphs, words in ((True, "0.05 GB CUDA graphs"), (False, "GB workspace)")):
-        expected = forecast(tiny_model, [FULL], FULL_KV, graphs=graphs, **sizes)
+        expected = needs.forecast(tiny_model, [FULL], FULL_KV, graphs=graphs, **sizes)
         with pytest.raises(MemoryForecastError) as caught:
-            check_fits(expected, CPU)
+            needs.check_fits(expected, CPU)
         assert words in str(caught.value)
 
 
@@ -237,7 +231,7 @@ def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer]
     """A plain run's forecast does not; and where tokens are drawn, the lossless one is not far above."""
     peak, result = run(observers, sampling)
     assert max(request.lossless.drafted for request in result.report.requests) >= DRAFT
-    plain = forecast(
+    plain = needs.forecast(
         tiny_qwen3(VOCABULARY), [LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)] * 2,
         untriggered("sfi", DRAFTING), batch=3, prompt_tokens=PROMPT, capacity=PROMPT + NEW,
     )  # fmt: skip
@@ -249,13 +243,13 @@ def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer]
 def test_the_bytes_of_a_verification_equal_hand_arithmetic():
     sizes = {"batch": 2, "vocabulary": 1000, "itemsize": 2}
     attention = {"grouped": 2, "capacity": 100}
-    one = Drafting(tested=5, together=3000, compares=False, explicit=False)
-    assert one.pass_bytes(**sizes, **attention) == 2 * 5 * 1000 * 2 + 3000 * PICKING
+    one = needs.Drafting(tested=5, together=3000, compares=False, explicit=False)
+    assert one.pass_bytes(**sizes, **attention) == 2 * 5 * 1000 * 2 + 3000 * needs.PICKING
     assert one.kept_bytes(**sizes) == 0
-    two = Drafting(tested=5, together=10, compares=True, explicit=False)
-    assert two.pass_bytes(**sizes, **attention) == 20000 + max(1000 * PICKING, 5000 * COMPARING)
+    two = needs.Drafting(tested=5, together=10, compares=True, explicit=False)
+    assert two.pass_bytes(**sizes, **attention) == 20000 + max(1000 * needs.PICKING, 5000 * needs.COMPARING)
     assert two.kept_bytes(**sizes) == 2 * 4 * 1000 * 2
-    long = Drafting(tested=5, together=10, compares=False, explicit=True)
+    long = needs.Drafting(tested=5, together=10, compares=False, explicit=True)
     held = long.pass_bytes(**sizes, grouped=2, capacity=10**6)
     assert held == 3 * 4 * 2 * 5 * 10**6
 
@@ -263,9 +257,9 @@ def test_the_bytes_of_a_verification_equal_hand_arithmetic():
 def test_sliding_windows_are_held_twice(tiny_model):
     sliding = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
     full = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
-    drafting = Drafting(tested=5, together=10, compares=True, explicit=True)
+    drafting = needs.Drafting(tested=5, together=10, compares=True, explicit=True)
     plain, lossless = (
-        forecast(
+        needs.forecast(
             tiny_model,
             [full, sliding],
             untriggered("sfi", DRAFTING),
@@ -278,4 +272,4 @@ def test_sliding_windows_are_held_twice(tiny_model):
     )
     assert lossless.sliding_bytes == 2 * plain.sliding_bytes
     grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
-    assert grown >= CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=40)
+    assert grown >= needs.CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=40)
