@@ -185,8 +185,8 @@ def test_pages_may_be_smaller_than_blocks(monkeypatch: pytest.MonkeyPatch, tmp_p
     """Where a kernel takes no blocks of 96 tokens, vLLM splits them; those of one length are known by their blocks."""
     replace(BY_LABEL["llama"], settings=WIDE).build().save_pretrained(tmp_path)
     options = {
-        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, "block_size": 96,
-        **engines.SMALL_BATCH,
+        "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, **engines.SMALL_BATCH,
+        "block_size": 96,
     }  # fmt: skip
     alike = [*(prompt[:100] for prompt in prompts()[3:6]), *prompts()]
     with engines.engine(SELECTS, **options) as llm:
