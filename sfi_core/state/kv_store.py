@@ -69,7 +69,8 @@ class KVStore(Protocol):
         """
 
     def share(self, layer: int, key_1HTD: torch.Tensor, value_1HTE: torch.Tensor) -> None:
-        """Write the `shared` tokens of a layer, T of them, before any request's own."""
+        """Write the `shared` tokens of a layer, T of them, before any request's own; without any do nothing."""
+        del layer, key_1HTD, value_1HTE
 
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""

@@ -102,8 +102,10 @@ def test_they_do_under_graphs(policy: str, stores: list[KVCache], monkeypatch: p
 def test_the_kernels_read_shared_pages(stores: list[KVCache]):
     """In the interpreter, where there is no GPU; with the tokens of the references."""
     pytest.importorskip("triton")
-    kernels, references = (ask(engine=EngineOptions(backend=name, graphs=False))[0] for name in ("triton", "torch"))
-    assert stores[1].shared == 32
+    few = {"questions": QUESTIONS[:3], "max_new_tokens": 3}
+    engines = [EngineOptions(backend=name, graphs=False) for name in ("triton", "torch")]
+    kernels, references = (ask(engine=engine, **few)[0] for engine in engines)
+    assert stores[1].shared == 48
     assert [r.token_ids for r in kernels.report.requests] == [r.token_ids for r in references.report.requests]
 
 
@@ -131,5 +133,5 @@ def test_a_batch_is_admitted_that_fits_because_of_them(monkeypatch: pytest.Monke
     ask(**options)
     monkeypatch.setattr(generation, "common_tokens", lambda *_: 0)
     monkeypatch.setattr("sfi_core.sizes.memory.free_bytes", lambda _: plan.forecast.needed_bytes)
-    with pytest.raises(MemoryForecastError, match="lower max_batch to "):
+    with pytest.raises(MemoryForecastError, match="the run must fit "):
         ask(**options)
