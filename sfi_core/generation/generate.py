@@ -143,8 +143,8 @@ def generate(
             With a seed for each prompt they depend on it alone. None draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
         observers: Receive the run's events and spans.
-        page_size: Tokens of a cache page; None is one page per request under torch, and 64 tokens under triton and where
-            requests share pages.
+        page_size: Tokens of a cache page; None is one page per request under torch, but 64 tokens under triton and
+            where requests share pages.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The same prompts, already read by `read_prompt`.
         cache: A prompt that was read: these prompts go on behind what they share with it. A run of one prompt leaves
