@@ -45,8 +45,8 @@ def plan_batch(
 
     `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, all decoded
     together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory; the first `beginning`
-    tokens of all prompts are the same and known. Raise `ConfigError` for a
-    `max_batch` that is not positive or less than the shared prompts, and `MemoryForecastError` if it does not fit.
+    tokens of all prompts are the same and known. Raise `ConfigError` for a `max_batch` that is not positive or less
+    than the shared prompts, and `MemoryForecastError` if it does not fit.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:

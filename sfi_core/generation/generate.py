@@ -193,8 +193,8 @@ def generate(
                 "page_size": page_size, "audit": audit, "engine": engine,
             }
         )  # fmt: skip
-        beginning = 0 if cache is None else common_tokens(cache, session, rows)
-        beginning *= beginning >= BEGINNING
+        common = 0 if cache is None else common_tokens(cache, session, rows)
+        beginning = common if common >= BEGINNING else 0
         plan = plan_batch(
             session, rows, limits, max_batch=session.together(max_batch), prefill_chunk=engine.prefill_chunk,
             shared=shared, graphs=records_steps(session), beginning=beginning,
