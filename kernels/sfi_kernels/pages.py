@@ -27,13 +27,16 @@ def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int,
     if first == last:
         page = pages_PHN.narrow(0, int(block_table_P[first]), 1)
         return page[:, :, start - first * page_size : stop - first * page_size]
-    # page by page, straight to their place: an index takes three times as long where keys lie transposed
-    joined = pages_PHN.new_empty(1, pages_PHN.shape[1], stop - start, *pages_PHN.shape[3:])
-    for place, page in enumerate(block_table_P[first : last + 1].tolist(), first):
-        low, high = max(start, place * page_size), min(stop, (place + 1) * page_size)
-        part = pages_PHN[page, :, low - place * page_size : high - place * page_size]
-        joined[0, :, low - start : high - start] = part
-    return joined
+    # straight to their place, neighbors at once: an index takes three times as long where keys lie transposed
+    numbers, place = block_table_P[first : last + 1].tolist(), 0
+    joined = pages_PHN.new_empty(pages_PHN.shape[1], len(numbers), *pages_PHN.shape[2:])
+    while place < len(numbers):
+        end = place + 1
+        while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
+            end += 1
+        joined[:, place:end] = pages_PHN.narrow(0, numbers[place], end - place).transpose(0, 1)
+        place = end
+    return joined.flatten(1, 2)[None, :, start - first * page_size : stop - first * page_size]
 
 
 def wide_chunks(

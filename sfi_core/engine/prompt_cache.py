@@ -31,6 +31,7 @@ class PromptCache:
         others: By a number of tokens what sliding windows and states held after so many, as `SfiCache.held` names it.
         model: What the model is known by, `Session.model_key`.
         checked: Whether the tensors are known to be such as this model's; those of a file are when a run takes them.
+        moves: Whether a run whose requests share pages may take tokens out, those before `first`: only it uses them.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -38,6 +39,8 @@ class PromptCache:
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
     model: str = ""
     checked: bool = True
+    moves: bool = False
+    first: int = 0
 
     @property
     def nbytes(self) -> int:

@@ -60,7 +60,7 @@ def speed_words(report: Mapping[str, Any]) -> str:
     seconds, decoding = report["recording_seconds"], report["decode_seconds"]
     recording = f" ({seconds:.2f} s of it to record CUDA graphs, once)" if seconds > NOTED * decoding else ""
     read = f"cache read {_read(report['requests']):.1%}"
-    return f"{prefill}, decode {decoding:.2f} s{recording}, {rate:,.1f} tokens/s, {read}"
+    return f"{prefill}, decode {decoding:.2f} s{recording}, steady {rate:,.1f} tokens/s, {read}"
 
 
 def compiled_lines(seconds: float) -> list[str]:

@@ -39,12 +39,14 @@ def plan_batch(
     prefill_chunk: int = 0,
     shared: SharedPrompt | None = None,
     graphs: bool = False,
+    beginning: int = 0,
 ) -> BatchPlan:
     """Decide how many prompts are decoded together: `max_batch`, or as many as fit.
 
     `limits` are the most new tokens of each prompt; `shared` are the prompts after their dense pass, all decoded
-    together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory. Raise `ConfigError` for a
-    `max_batch` that is not positive or less than the shared prompts, and `MemoryForecastError` if it does not fit.
+    together; `graphs` says whether steps will be replayed as CUDA graphs, which take memory; the first `beginning`
+    tokens of all prompts are the same and known. Raise `ConfigError` for a `max_batch` that is not positive or less
+    than the shared prompts, and `MemoryForecastError` if it does not fit.
     """
     total, device = len(prompts), session.model.device
     if max_batch is not None and max_batch < 1:
@@ -59,7 +61,8 @@ def plan_batch(
     free, tiers = free_bytes(device), session.tiers
 
     def expect(batch: int) -> Forecast:
-        return session.forecast(batch, longest, capacity, prefill_chunk, max(limits), graphs=graphs)
+        sizes = longest, capacity, prefill_chunk, max(limits)
+        return session.forecast(batch, *sizes, graphs=graphs, beginning=beginning)
 
     def fitting(share: float) -> int:
         most = wanted if free is None else largest_batch(lambda n: expect(n).needed_bytes, wanted, share * free)

@@ -21,6 +21,7 @@ from sfi_core.generation.prompts import Prompts, check_prompts, encode, text_of
 from sfi_core.generation.sampling import Sampler
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.generate_call import stop_tokens
+from sfi_core.hosts.transformers.known_prompt import common_tokens
 from sfi_core.hosts.transformers.own_layers import held
 from sfi_core.hosts.transformers.replays import records_steps
 from sfi_core.hosts.transformers.session import Session
@@ -142,7 +143,8 @@ def generate(
             With a seed for each prompt they depend on it alone. None draws one from torch.
         stop_token_ids: Tokens that end a request; None takes the model's.
         observers: Receive the run's events and spans.
-        page_size: Tokens of a cache page; None is one page per request under torch, 64 tokens under triton.
+        page_size: Tokens of a cache page; None is one page per request under torch, but 64 tokens under triton and
+            where requests share pages.
         audit: What to compare with dense attention, for the observers; the tokens stay the same.
         shared: The same prompts, already read by `read_prompt`.
         cache: A prompt that was read: these prompts go on behind what they share with it. A run of one prompt leaves
@@ -191,9 +193,11 @@ def generate(
                 "page_size": page_size, "audit": audit, "engine": engine,
             }
         )  # fmt: skip
+        common = 0 if cache is None else common_tokens(cache, session, rows)
+        beginning = common if common >= BEGINNING else 0
         plan = plan_batch(
-            session, rows, limits, max_batch=session.together(max_batch),
-            prefill_chunk=engine.prefill_chunk, shared=shared, graphs=records_steps(session),
+            session, rows, limits, max_batch=session.together(max_batch), prefill_chunk=engine.prefill_chunk,
+            shared=shared, graphs=records_steps(session), beginning=beginning,
         )  # fmt: skip
         if on_plan is not None:
             on_plan(plan)
@@ -201,7 +205,7 @@ def generate(
         decoder = Decoder(
             session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=plan.capacity, stop_ids=stop,
             chunk=engine.prefill_chunk, requests=len(rows), generated=max(limits), shared=shared,
-            on_prefill=on_prefill, known=cache,
+            on_prefill=on_prefill, known=cache, beginning=beginning,
         )  # fmt: skip
         drawn = any(each.do_sample for each in ([sampling] if isinstance(sampling, Sampling) else sampling))
         if seed is None:
@@ -254,7 +258,7 @@ def _beginning(
         if session.ranks.size > 1 or padded:  # `PromptCache.column` serves no padded windows and states
             return cache, 0.0
         check_fits(session.forecast(1, length, length, engine.prefill_chunk), model.device)
-        beginning = replace(known)
+        beginning = replace(known, moves=True)
         Decoder(
             session=session, ids_BT=ids_1T, mask_BT=mask_1T, capacity=length, chunk=engine.prefill_chunk, requests=1,
             known=beginning, on_prefill=on_prefill,

@@ -88,6 +88,7 @@ def forecast(
     batch: int,
     prompt_tokens: int,
     capacity: int,
+    shared: int = 0,
     prefill_chunk: int = 0,
     backend: str = "triton",
     tiers: bool = False,
@@ -98,7 +99,8 @@ def forecast(
 ) -> Forecast:
     """Add up the bytes of a run; for a model that is split over ranks, the bytes of this rank.
 
-    `model` gives the sizes of its activations and the device, `layers` the shapes of all its layers. A forward pass
+    `model` gives the sizes of its activations and the device, `layers` the shapes of all its layers. Of a prompt
+    `prompt_tokens` are read; the first `shared` tokens of all requests are stored once. A forward pass
     reads `prefill_chunk` tokens of a prompt (0 for all). A slow step refreshes `refreshed_together` requests at once
     and holds the evidence of `evidence_buffers` layers. The torch backend packs nothing in layers left dense; over
     `tiers` all is packed.
@@ -124,10 +126,11 @@ def forecast(
     slack = CPU_SLACK if model.device.type == "cpu" else 1
     states = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
     step = later + _activation_bytes(model, managed, batch, tested)
+    stored = batch * (capacity - shared) + shared
     return Forecast(
         resident_bytes=resident_bytes(model.device),
-        kv_bytes=sum(layer.kept_bytes for layer in managed) * batch * capacity,
-        norm_bytes=sum(layer.heads for layer in managed if layer.owner is None) * FLOAT32 * batch * capacity,
+        kv_bytes=sum(layer.kept_bytes for layer in managed) * stored,
+        norm_bytes=sum(layer.heads for layer in managed if layer.owner is None) * FLOAT32 * stored,
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * packed_rows(policy, capacity) * packs,
         summary_bytes=batch * sum(policy.summary_bytes(layer, capacity) for layer in managed),
         sliding_bytes=states * batch * copies,

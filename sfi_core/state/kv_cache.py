@@ -3,7 +3,8 @@
 Each layer has keys, values, and in float32 the norms of the keys, heads before tokens: [pages, KV heads, tokens of a
 page, width]. A request's row of the block table lists its pages. Position j is the j-th token of the request: left
 padding of a ragged batch is not stored. With one page per request (the default on a CPU) the pages are a contiguous
-[B, H, T, D] tensor.
+[B, H, T, D] tensor. Requests that begin alike share the whole pages of that beginning, which are written once: their
+rows list the same first pages, and behind these each its own.
 """
 
 import copy
@@ -78,15 +79,20 @@ class KVCache(PagedView):
 
     def __init__(
         self, batch: int, capacity: int, page_size: int | None = None, backend: str = "torch", *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, shared: int = 0,
     ) -> None:  # fmt: skip
-        """Plan for `capacity` tokens in each of `batch` requests, each in one page, or in pages of `page_size`."""
+        """Plan for `capacity` tokens in each of `batch` requests, each in one page, or in pages of `page_size`.
+
+        All requests, those that take over a row too, begin with the same `shared` tokens, whole pages of them.
+        """
         self._one_page, self._dtype = page_size is None, dtype
         page_size = page_size or capacity
-        self.pages_per_request = -(-capacity // page_size)
-        count = batch * self.pages_per_request
-        table_BP = torch.arange(count, dtype=torch.int32).view(batch, self.pages_per_request)
-        super().__init__(backend, page_size, table_BP)
+        common, self.shared = shared // page_size, shared
+        own = -(-capacity // page_size) - common
+        self._count = common + batch * own
+        common_BP = torch.arange(common, dtype=torch.int32).expand(batch, -1)
+        own_BP = torch.arange(common, self._count, dtype=torch.int32).view(batch, own)
+        super().__init__(backend, page_size, torch.cat([common_BP, own_BP], 1))
 
     def append(
         self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor,
@@ -96,14 +102,28 @@ class KVCache(PagedView):
         longest = max(map(sum, zip(start, count, strict=True)))
         if longest > self.capacity:
             raise ValueError(f"cache holds {self.capacity} tokens a request, got {longest}")
+        if min(start) < self.shared:  # a prompt's pass: what `share` writes is left out
+            there = [min(new, max(0, self.shared - first)) for first, new in zip(start, count, strict=True)]
+            there_B = torch.tensor(there, dtype=torch.int32, device=start_B.device)
+            start_B, count_B = start_B + there_B, count_B - there_B
+        return self._write(layer, key_BHTD, value_BHTE, start_B, count_B)
+
+    def share(self, layer: int, key_1HTD: torch.Tensor, value_1HTE: torch.Tensor) -> None:
+        """See `KVStore`."""
+        start_1, count_1 = torch.tensor([[0], [self.shared]], dtype=torch.int32, device=key_1HTD.device)
+        self._write(layer, key_1HTD, value_1HTE, start_1, count_1)
+
+    def _write(
+        self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor
+    ) -> LayerPages:
+        # to the first rows of the block table
         if self._dtype is not None:
             key_BHTD, value_BHTE = key_BHTD.to(self._dtype), value_BHTE.to(self._dtype)
         if layer not in self.layers:
             self.block_table_BP = self.block_table_BP.to(key_BHTD.device)
-            allocated = self.batch * self.pages_per_request
-            self.layers[layer] = LayerPages.empty(key_BHTD, value_BHTE, allocated, self.page_size)
-        pages = self.layers[layer]
-        append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP)
+            self.layers[layer] = LayerPages.empty(key_BHTD, value_BHTE, self._count, self.page_size)
+        pages, table_BP = self.layers[layer], self.block_table_BP[: len(key_BHTD)]
+        append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, table_BP)
         return pages
 
     def row(self, row: int) -> Self:
@@ -120,20 +140,19 @@ class KVCache(PagedView):
         if capacity <= self.capacity:
             return
         capacity = max(capacity + GROWTH, 2 * self.capacity)
-        count, old_page = self.batch * self.pages_per_request, self.page_size
+        count, old_page = self._count, self.page_size
         if self._one_page:
             self.page_size = capacity
         else:
-            more = -(-capacity // self.page_size) - self.pages_per_request
-            self.pages_per_request += more
-            added_BP = torch.arange(count, count + self.batch * more, dtype=torch.int32)
+            more = -(-capacity // self.page_size) - self.block_table_BP.shape[1]
+            self._count += self.batch * more
+            added_BP = torch.arange(count, self._count, dtype=torch.int32)
             added_BP = added_BP.view(self.batch, more).to(self.block_table_BP.device)
             self.block_table_BP = torch.cat([self.block_table_BP, added_BP], 1)
-        total = self.batch * self.pages_per_request
         for pages in self.layers.values():
             for name in ("key_PHND", "value_PHNE", "norm_PHN"):
                 small = getattr(pages, name)
-                large = small.new_empty(total, small.shape[1], self.page_size, *small.shape[3:])
+                large = small.new_empty(self._count, small.shape[1], self.page_size, *small.shape[3:])
                 large[:count, :, :old_page] = small
                 setattr(pages, name, large)
 

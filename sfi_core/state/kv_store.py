@@ -28,7 +28,8 @@ class KVStore(Protocol):
     """The keys, values and key norms of a batch of requests, by layer; their tokens are `RequestState.length`.
 
     `block_table_BP` has each request's page numbers, int32; `layers` what the store keeps of each layer that it knows.
-    The `pages` of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all.
+    The `pages` of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all. The requests
+    begin with the same `shared` tokens, which are stored once, for all.
     """
 
     batch: int
@@ -37,6 +38,7 @@ class KVStore(Protocol):
     block_table_BP: torch.Tensor
     layers: LayerTable[Any]
     whole_on_device: bool
+    shared: int = 0
 
     @property
     def capacity(self) -> int:
@@ -61,7 +63,14 @@ class KVStore(Protocol):
         start: Sequence[int],
         count: Sequence[int],
     ) -> LayerPages:
-        """Write each request's new tokens, the last `count` of T, from `start` on, like `start_B` and `count_B`."""
+        """Write each request's new tokens, the last `count` of T, from `start` on, like `start_B` and `count_B`.
+
+        Of those, the `shared` tokens are left out, and may be missing from T.
+        """
+
+    def share(self, layer: int, key_1HTD: torch.Tensor, value_1HTE: torch.Tensor) -> None:
+        """Write the `shared` tokens of a layer, T of them, before any request's own; without any do nothing."""
+        del layer, key_1HTD, value_1HTE
 
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""

@@ -284,7 +284,9 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     assert unpacked[-2:] == ["steps        module by module: a reason", "weights      a unpacked: b, and 1 more"]
     full = {**document, "policy": "full-kv", "steady_tokens_per_second": 1.0, "recording_seconds": 0.0}
     compared = report_lines({**document, "recording_seconds": 1.5, "comparison": full})
-    assert "quest        prefill 1.00 s, decode 2.00 s (1.50 s of it to record CUDA graphs, once), 3.0" in str(compared)
+    assert "quest        prefill 1.00 s, decode 2.00 s (1.50 s of it to record CUDA graphs, once), steady 3.0" in str(
+        compared
+    )
     assert "speed        3.00 times full-kv's, each measured once" in compared
     lossless = {**document, "policy": "codescan, lossless", "steady_tokens_per_second": 0.5, "compiling_seconds": 9.0}
     both = report_lines({**document, "comparison": full, "lossless": lossless})

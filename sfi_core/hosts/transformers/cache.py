@@ -160,7 +160,8 @@ class SfiCache(cache_utils.Cache):
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
     request. `requests` counts those that wait for a row too, None for those of the batch; `generated` are the
-    most tokens that one generates, None for what `capacity` leaves. The `run` is made at the first forward pass.
+    most tokens that one generates, None for what `capacity` leaves; all begin with the same `beginning` tokens of
+    `known`, at least. The `run` is made at the first forward pass.
     `owners` are the layers that read another layer's keys, with that layer; `known` is the prompt of the last call of
     `model.generate`; `on_prompt_end` hears of the padded tokens so far when a prompt has been read.
 
@@ -183,6 +184,7 @@ class SfiCache(cache_utils.Cache):
         self.capacity, self.prompt_length, self.stop_ids = capacity, prompt_length, stop_ids
         self.requests: int | None = None
         self.generated: int | None = None
+        self.beginning = 0
         self.run: Run | None = None
         self.ragged: RaggedRow | None = None
         self.span = ExitStack()

@@ -32,8 +32,8 @@ class Decoder:
     `generated` (None for what `capacity` leaves), and ends with one of `stop_ids`. A forward pass reads
     `chunk` prompt tokens, 0 for all; `on_prefill` is then told of those read so far and in all. `requests`
     counts those that wait for a row too; None for those of the batch. The `watchers` look at every layer. Prompts go
-    on behind what they share with the prompt of `known`; the run's one prompt is then left there. `patient` is as in
-    `Replays`.
+    on behind what they share with the prompt of `known`; the run's one prompt is then left there. All begin with its
+    first `beginning` tokens. `patient` is as in `Replays`.
     """
 
     session: Session
@@ -47,6 +47,7 @@ class Decoder:
     shared: SharedPrompt | None = None
     watchers: tuple[Watcher, ...] = ()
     known: PromptCache | None = None
+    beginning: int = 0
     on_prefill: Callable[[int, int], None] | None = None
     patient: bool = True
     cache: SfiCache = field(init=False)
@@ -56,6 +57,7 @@ class Decoder:
         """Check whether steps can be recorded, and what the model's forward pass takes."""
         self.cache = self.session.cache(self.capacity, self.ids_BT.shape[1], self.stop_ids)
         self.cache.requests, self.cache.generated, self.cache.known = self.requests, self.generated, self.known
+        self.cache.beginning = self.beginning
         self.replays = Replays(self.session, self.cache, len(self.ids_BT), patient=self.patient)
 
     @property

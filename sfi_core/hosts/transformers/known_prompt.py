@@ -1,6 +1,6 @@
 """Prompts that were read before: what a run takes from a `PromptCache` or a `SharedPrompt`, and leaves in a cache."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class KnownPrompt:
             _check(known, session)
         self._known, self._session, self._cache = known, session, cache
         self._prompts, self._leaves = prompts, leaves
-        self._hosted = any(shape.hosted for shape in session.shapes())
+        self._hosted = _hosted(session)
         self._after: dict[int, dict[str, Any]] = {}
 
     @property
@@ -45,35 +45,38 @@ class KnownPrompt:
         assert self._cache.run is not None, "the run has begun"
         return self._cache.run
 
-    @property
-    def _in_pieces(self) -> bool:
-        # tried at the first use: it takes passes of the model
-        return not self._session.state_checks.mixer("a prompt in pieces")
-
     def begin(self, ids_BT: torch.Tensor) -> int:
         """Begin the run with what is known of the prompts, padded on the left; return the column to go on from."""
-        known, run, prompts = self._known, self._run, self._prompts
-        window, width = run.policy.config.window_prefill, ids_BT.shape[1]
-        column = known.column(prompts, window, hosted=self._hosted) if known.tokens and self._in_pieces else 0
+        known, run, prompts, width = self._known, self._run, self._prompts, ids_BT.shape[1]
+        column = _column(known, self._session, prompts)
         if not column:
             return 0
         count = [max(0, column - width + len(prompt)) for prompt in prompts]
         run.begin_prefill(count, ids_BT[:, :column], final=False)
         for state, tokens in zip(run.requests, count, strict=True):
             state.tally.known = tokens
-        rows = (
-            (index, [part[:, :, :column].to(run.device).expand(len(count), -1, -1, -1) for part in pair])
-            for index, pair in known.layers.items()
-        )
         with run.observer.span("prefill"):
-            _enter(run, self._cache, rows, known.others.get(column, {}))
+            _enter(run, self._cache, self._rows(column), known.others.get(column, {}))
         self._after = {place: parts for place, parts in known.others.items() if place <= column}
         return column
+
+    def _rows(self, column: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        # each layer's keys and values behind those in shared pages, up to the column
+        known, run, store = self._known, self._run, self._run.store
+        own, moved = slice(store.shared - known.first, column - known.first), store.shared if known.moves else 0
+        for index, (key, value) in known.layers.items():
+            if store.shared and run.step < 0:  # the first prompts
+                with run.launches():
+                    store.share(index, *(part[:, :, : store.shared].to(run.device) for part in (key, value)))
+            if moved > known.first:
+                known.layers[index] = key[:, :, moved:].clone(), value[:, :, moved:].clone()
+            yield index, [part[:, :, own].to(run.device).expand(store.batch, -1, -1, -1) for part in (key, value)]
+        known.first = moved
 
     def stops(self, stops: Sequence[int]) -> Sequence[int]:
         """Return where pieces of the prompts end that would end at `stops`."""
         *_, width = stops
-        extra = {width - TAIL} if self._leaves and self._hosted and self._in_pieces else set()
+        extra = {width - TAIL} if self._leaves and self._hosted and _in_pieces(self._session) else set()
         return sorted({*stops, *(place for place in extra if place > max(self._after, default=0))})
 
     def see(self, place: int) -> None:
@@ -92,9 +95,30 @@ class KnownPrompt:
         }
 
 
+def common_tokens(known: PromptCache, session: Session, prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many tokens all prompts begin with and take from the cache, together or one by one."""
+    length = [len(prompt) for prompt in prompts]
+    return max(0, _column(known, session, prompts) - max(length) + min(length))
+
+
+def _column(known: PromptCache, session: Session, prompts: Sequence[Sequence[int]]) -> int:
+    if not known.tokens or not _in_pieces(session):
+        return 0
+    return known.column(prompts, session.policy.config.window_prefill, hosted=_hosted(session))
+
+
+def _hosted(session: Session) -> bool:
+    return any(shape.hosted for shape in session.shapes())
+
+
+def _in_pieces(session: Session) -> bool:
+    # tried at the first use: it takes passes of the model
+    return not session.state_checks.mixer("a prompt in pieces")
+
+
 def _check(known: PromptCache, session: Session) -> None:
     # a crafted file may have the model's key and other tensors
-    asked, T = session.kv_dtype or session.model.dtype, len(known.tokens)
+    asked, T = session.kv_dtype or session.model.dtype, len(known.tokens) - known.first
     expected: dict[int, list[Any]] = {}
     for index, shape in enumerate(session.shapes()):
         if shape.window is None and shape.owner is None:
@@ -161,8 +185,9 @@ def _enter(
 ) -> None:
     # fill the pass's tokens in, with each layer's keys and values, [B, H, T, X], of which a request has the first
     count = run.batch_pass.count
+    own = [tokens - run.store.shared for tokens in count]
     for index, pair in rows:
-        run.append(index, *(_padded(part_BHTX, count) for part_BHTX in pair))
+        run.append(index, *(_padded(part_BHTX, own) for part_BHTX in pair))
     hold(cache.layers, others, run.store.batch, run.device)
     for layer in cache.managed:
         layer.seen, layer.is_initialized = max(count), True

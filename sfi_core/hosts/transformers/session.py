@@ -116,11 +116,15 @@ class Session:
         prefill_chunk: int = 0,
         generated: int | None = None,
         graphs: bool = False,
+        beginning: int = 0,
     ) -> memory.Forecast:
-        """Forecast the memory of a run; a request generates `generated` tokens, None for what `capacity` leaves."""
+        """Forecast the memory of a run; a request generates `generated` tokens, None for what `capacity` leaves.
+
+        The first `beginning` tokens of all prompts are the same and known.
+        """
         model, policy, tiers, shapes = self.model, self.policy, self.tiers, self.shapes()
-        page = self.page_size or 1
-        capacity = -(-capacity // page) * page
+        page, shared = self._sharing(batch, beginning)
+        capacity = -(-capacity // (page or 1)) * (page or 1)
         heads = model.config.get_text_config(decoder=True).num_attention_heads
         on_triton = self.backend == "triton"  # a slow step refreshes all requests at once
         refreshed = batch if on_triton else 1
@@ -133,8 +137,8 @@ class Session:
             explicit=not on_triton,
         )
         expected = memory.forecast(
-            model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens, capacity=capacity,
-            prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
+            model, shapes, policy, batch=batch, prompt_tokens=prompt_tokens - beginning, capacity=capacity,
+            shared=shared, prefill_chunk=prefill_chunk, backend=self.backend, tiers=tiers is not None,
             refreshed_together=refreshed,
             evidence_buffers=ring_places(model.device, overlap=self.engine.overlap), graphs=graphs,
             drafting=drafting if self.engine.lossless else None,
@@ -281,7 +285,7 @@ class Session:
         if store is None:
             capacity = cache.capacity or max(new, cache.prompt_length or 0) + UNKNOWN_CAPACITY
             prompt = cache.prompt_length or new
-            store = self.store(batch, capacity, cache.generated or capacity - prompt)
+            store = self.store(batch, capacity, cache.generated or capacity - prompt, cache.beginning)
         audit = () if self.audit is None else (Audit(self.audit),)
         self._run = self._here.run = Run(
             self.policy, self.observer, store, cache.stop_ids, self.model.device, self.engine,
@@ -301,11 +305,18 @@ class Session:
             self.observer.on(event)
         return self._run
 
-    def store(self, batch: int, capacity: int, generated: int) -> KVStore:
-        """Make the store of a run that generates so many tokens."""
+    def store(self, batch: int, capacity: int, generated: int, beginning: int = 0) -> KVStore:
+        """Make the store of a run that generates so many tokens; `beginning` as in `forecast`."""
         if self.tiers is None:
-            return KVCache(batch, capacity, self.page_size, self.backend, dtype=self.kv_dtype)
+            page, shared = self._sharing(batch, beginning)
+            return KVCache(batch, capacity, page, self.backend, dtype=self.kv_dtype, shared=shared)
         return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
+
+    def _sharing(self, batch: int, beginning: int) -> tuple[int | None, int]:
+        # the tokens of a page, and those in pages of all requests: not all of the beginning, so that each adds some
+        page = self.page_size or PAGE_SIZE
+        shared = 0 if batch == 1 or self.tiers is not None else max(0, beginning - 1) // page * page
+        return (page, shared) if shared else (self.page_size, 0)
 
     def close(self) -> None:
         """Leave a step that an error cut short."""

@@ -199,7 +199,7 @@ class Sized:
     def __init__(self, model) -> None:
         self.model = model
 
-    def forecast(self, batch: int, *sizes: int, graphs: bool) -> Forecast:
+    def forecast(self, batch: int, *sizes: int, graphs: bool, beginning: int) -> Forecast:
         return need(kv=10**9 * batch, workspace=10**9)
 
 

@@ -98,6 +98,34 @@ def test_a_page_of_a_given_size_keeps_it():
     assert written.store.layers[0].key_PHND.shape[2] == 16
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_requests_that_begin_alike_share_the_pages_of_that_beginning(backend: str):
+    """They are written once; who takes over a row, or reaches further than was planned, leaves them as they are."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("the tokens of these tests are on the CPU")
+    common, store = 8, KVCache(B, 20, 4, backend, shared=8)
+    key, value = torch.randn(1, H, common, D), torch.randn(1, H, common, E)
+    store.share(0, key, value)
+    written = Written(store=store)
+    written.append(12, 9, 10)  # of which 8 are said to be there, and are not taken
+    for rows, beginning in ((written.keys, key), (written.values, value)):
+        for row in rows:
+            row[:, :common] = beginning[0]
+    written.assert_found()
+    assert store.layers[0].key_PHND.shape[0] == 2 + B * 3
+    assert store.capacity == 20
+    own_key, own_value = torch.randn(1, H, 6, D), torch.randn(1, H, 6, E)
+    store.row(1).append(0, own_key, own_value, int32([0]), int32([14]), [0], [14])
+    written.keys[1] = torch.cat([key[0], own_key[0]], 1)
+    written.values[1] = torch.cat([value[0], own_value[0]], 1)
+    written.assert_found()
+    store.grow(40)
+    written.append(10, 20, 1)
+    written.assert_found()
+
+
 @pytest.mark.parametrize("page_size", [None, 5, 64])
 def test_norms_of_pages_are_those_of_their_requests(page_size: int | None):
     written = filled(20, page_size)
