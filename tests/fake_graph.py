@@ -200,9 +200,11 @@ def whole_attention(
     pseudo=None, position_BHS=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
-    assert soft_cap is None
-    assert sink_HG is None
     assert dense_BH is None
+
+    def capped(logits):
+        return logits * scale if soft_cap is None else soft_cap * torch.tanh(logits * scale / soft_cap)
+
     W, words = query_BHGWD.shape[3], step.table_BX
     key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
     if position_BHS is not None:  # rows in their pages, as the benchmark's packed ones
@@ -217,20 +219,22 @@ def whole_attention(
     seen = torch.cat([packed_BHWS, paged_BHWT], 3) & own_BW[:, None, :, None]
     keys, values = torch.cat([packed_key_BHSD, key], 2), torch.cat([packed_value_BHSE, value], 2)
     keys, values = (torch.where(seen.any(2)[..., None], x, 0.0) for x in (keys, values))
-    logits = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, keys) * scale
+    logits = capped(torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, keys))
     logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
     if pseudo is not None:  # of fast requests, whose query is the last
         fast = (words[:, MODE] == FAST)[:, None, None, None, None] & (torch.arange(W) == W - 1)[:, None]
         value, logit = pseudo.part()
         logits = torch.cat([logits, torch.where(fast, logit[..., None], -torch.inf).expand(*logits.shape[:4], 1)], 4)
         values = torch.cat([values, value[:, :, 0].nan_to_num()], 2)
-    share = logits.softmax(-1).nan_to_num()
+    if sink_HG is not None:  # a term without a value
+        logits = torch.cat([logits, sink_HG[:, :, None, None].expand(*logits.shape[:4], 1)], 4)
+    share = logits.softmax(-1).nan_to_num()[..., : values.shape[2]]
     out = torch.einsum("bhgwt,bhte->bhgwe", share, values)
     if not evidence or not step.slow_rows:
         return DecodeAttention(out)
     which, sink, length, start = step.slow_R
     rows = which.clamp_min(0).long()
-    logits_R = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key[rows]) * scale
+    logits_R = capped(torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key[rows]))
     logits_R = logits_R[..., : step.longest]
     place = torch.arange(logits_R.shape[-1])
     allowed = (place >= sink[:, None]) & (place < start[:, None])

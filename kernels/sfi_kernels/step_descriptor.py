@@ -172,6 +172,20 @@ def describe_step(
     return StepDescriptor(sent(buffer, device, into), len(requests), slow, fast, longest, mixed=mixed, queries=queries)
 
 
+def fast_step(start_B: torch.Tensor, length_B: torch.Tensor, work_items: int, packed: int = 0) -> StepDescriptor:
+    """Describe fast requests with a query each on their device, from int32 numbers there; `split_plan` fills in the work.
+
+    Each reads its pages from `start_B` up to `length_B`, and at most `packed` rows of its packed segment.
+    """
+    B = len(length_B)
+    step = StepDescriptor(length_B.new_zeros(LISTS * list_room(B) + WORDS * B + 4 * work_items), B, (), (), 0)
+    table = step.table_BX
+    for word, number in ((MODE, FAST), (PACKED, packed), (QUERIES, 1)):
+        table[:, word].fill_(number)
+    table[:, LENGTH], table[:, START] = length_B, start_B
+    return step
+
+
 def _words(request: StepRequest, evidence: int) -> list[int]:
     most = request.length if request.mode == SLOW and not request.mixed else 1
     if request.decodes and not 1 <= request.count <= most:

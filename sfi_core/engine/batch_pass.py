@@ -1,6 +1,6 @@
 """The forward pass under way: what each request does in it, what all layers share, and who watches the layers."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -113,14 +113,19 @@ class Requests(NamedTuple):
 
 @dataclass(slots=True)
 class Descriptors:
-    """Writes each pass's descriptors to new buffers and plans triton's work; `launched` if the device has begun it."""
+    """Writes each pass's descriptors to new buffers and plans triton's work; `launched` if the device has begun it.
+
+    `windows` has what the pass does in rings, by their kind, as `engine.windows` describes it.
+    """
 
     store: KVStore
     device: torch.device
     launched: bool = False
+    windows: dict[Hashable, Any] = field(default_factory=dict)
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""
+        self.windows.clear()
         dense = None if known.dense is None else self._describe(known.dense)
         return self._describe(known.requests), dense
 

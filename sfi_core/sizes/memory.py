@@ -15,6 +15,7 @@ from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.linear import crawls
 from sfi_core.policies.base import Policy
 from sfi_core.state.layer_pages import LayerShape
+from sfi_core.state.window_ring import ring_rows
 
 FLOAT32 = INT32 = 4
 # bytes of a logit that is being picked from, at most: its float32 copy and score, with a sorted copy and its
@@ -26,7 +27,7 @@ CPU_SLACK = 2  # the C library keeps about as much freed memory as the largest t
 # assumed. What cuBLAS keeps for the stream that steps are recorded on: 32 MiB on Hopper, 8 MiB before it.
 GRAPH_BYTES = 16 << 20
 LIBRARY_BYTES = 32 << 20
-HELD = 2  # sliding windows and states: the one after the last verified token, and the drafts' own
+HELD = 2  # states: the one after the last verified token, and the drafts' own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Forecast:
     norm_bytes: int
     packed_bytes: int  # packed segments
     summary_bytes: int  # the policy's summaries of keys, such as page summaries or codes
-    sliding_bytes: int  # transformers' own cache: sliding windows and states
+    sliding_bytes: int  # beside the KV cache: rings of sliding windows, and states
     # the largest transient: the prompt's activations, or the Selector's tensors and the evidence that waits for it
     workspace_bytes: int
     graph_bytes: int = 0  # held by CUDA graphs, a step's transients included, also while prompts are read
@@ -124,7 +125,12 @@ def forecast(
         # sliding windows of ragged prompts have a bool for each pair of tokens; full attention has no mask
         reading += batch * chunk * min(max(windows) + chunk, prompt_tokens)
     slack = CPU_SLACK if model.device.type == "cpu" else 1
-    states = sum(layer.kept_bytes * min(layer.window or 0, capacity) + layer.state_bytes for layer in layers)
+    rings = sum(
+        (layer.kept_bytes + layer.heads * FLOAT32) * ring_rows(layer.window, tested, capacity)  # with norms
+        for layer in layers
+        if layer.window and layer.owner is None
+    )
+    states = sum(layer.state_bytes for layer in layers) * copies
     step = later + _activation_bytes(model, managed, batch, tested)
     stored = batch * (capacity - shared) + shared
     return Forecast(
@@ -133,7 +139,7 @@ def forecast(
         norm_bytes=sum(layer.heads for layer in managed if layer.owner is None) * FLOAT32 * stored,
         packed_bytes=sum(layer.row_bytes for layer in chosen) * batch * packed_rows(policy, capacity) * packs,
         summary_bytes=batch * sum(policy.summary_bytes(layer, capacity) for layer in managed),
-        sliding_bytes=states * batch * copies,
+        sliding_bytes=(rings + states) * batch,
         workspace_bytes=max(reading, first, later, verifying) * slack + logits,
         graph_bytes=step + _graph_bytes(model, chosen, policy, batch, capacity, tested) if graphs else 0,
     )

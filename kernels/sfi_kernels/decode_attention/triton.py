@@ -213,12 +213,8 @@ def sparse_attention(
     B, H, programs = *query_BHGD.shape[:2], resident_programs(query_BHGD.device)
     check_shapes("length B, recent_start B", length_B, recent_start_B, B=B)
     check_int32(query_BHGD.device, length=length_B, recent_start=recent_start_B)
-    numbers = words.LISTS * words.list_room(B) + words.WORDS * B + 4 * work_items(B, H, programs)
-    step = StepDescriptor(length_B.new_zeros(numbers), B, (), (), 0)
-    table = step.table_BX
-    table[:, words.MODE], table[:, words.EVIDENCE], table[:, words.QUERIES] = words.FAST, -1, 1
-    table[:, words.PACKED] = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
-    table[:, words.LENGTH], table[:, words.START] = length_B, recent_start_B
+    packed = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
+    step = words.fast_step(recent_start_B, length_B, work_items(B, H, programs), packed)
     split_plan(step, H, programs)
     return decode_attention(
         query_BHGD[:, :, :, None], packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND,

@@ -100,6 +100,7 @@ class StepBuffers(Descriptors):
     def begin(self) -> None:
         """Do the device's work that a step does once for all layers."""
         self.selections = {}
+        self.windows.clear()
         for step in (self.descriptor, self.dense):
             if step is not None:
                 self._plan(step)

@@ -27,6 +27,7 @@ from sfi_core.engine.attend import attend
 from sfi_core.errors import ConfigError, UnsupportedModelError
 from sfi_core.hosts.transformers.cache import under_way
 from sfi_core.hosts.transformers.checks import check_supported
+from sfi_core.hosts.transformers.window_layers import WindowLayer
 from sfi_core.machine.private import attention_implementation
 from sfi_kernels.partial_attention import combine, partial_attention
 
@@ -118,13 +119,16 @@ def _plain_attention(module: torch.nn.Module) -> Callable[..., Any]:
 def mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
     """Make the mask for a layer's attention; arguments are those of transformers' `sdpa_mask`.
 
-    None for the full-attention layers of a run: a request's tokens are those in its pages, and a mask would take
-    [B, 1, T, T] bytes that nobody reads. For sliding windows `sdpa_mask`'s, [B, 1, T, S] bool or None. A mask function
-    of the model's own may differ from the causal one, where Gemma sees all of an image for one: `sfi_attention` then
-    refuses its mask. Outside a run the mask is the model's own.
+    None for the full-attention layers of a run, and for all in decoding steps: a request's tokens are those in its
+    pages, and a mask would take [B, 1, T, T] bytes that nobody reads. For sliding windows in a prompt `sdpa_mask`'s,
+    [B, 1, T, S] bool or None. A mask function of the model's own may differ from the causal one, where Gemma sees all
+    of an image for one: `sfi_attention` then refuses its mask. Outside a run the mask is the model's own.
     """
     make: Callable[..., torch.Tensor | None] | None = sdpa_mask
-    runs = under_way.get() is not None and not probing()
+    cache = under_way.get()
+    runs = cache is not None and not probing()
+    if runs and kwargs.get("local_size") is not None and any(layer.attends for layer in cache.windows):
+        return None
     if not (runs or probing()):
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(_plain.get(id(config), "sdpa"))
     if make is None or (runs and kwargs.get("mask_function", causal_mask_function) is causal_mask_function):
@@ -146,14 +150,14 @@ def sfi_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> Attended:
-    """Attend under the run's plan; layers that sfi does not manage attend as without sfi.
+    """Attend under the run's plan; layers that sfi does not manage attend as without sfi, windows in their rings.
 
     Arguments are transformers': query [B, H*G, T, D], key and value as `Cache.update` returned them. Returns
     the output, [B, T, H*G, E], and no weights.
     """
     cache = under_way.get() if hasattr(module, "layer_idx") else None
     managed = None if cache is None else cache.attending(module)
-    _refuse_unknown(module, kwargs, managed=managed is not None)
+    _refuse_unknown(module, kwargs, managed=managed is not None and not managed[1].is_sliding)
     soft_cap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if managed is None and soft_cap is None and sinks is None:
         plain: Attended = sdpa_attention_forward(
@@ -178,8 +182,12 @@ def sfi_attention(
     sink_HG = None if sinks is None else local(sinks).reshape(H, heads // H)
     if managed is not None:
         index, layer = managed
-        run = layer.store(key, value, index)
-        out = attend(run, index, query_BHGTD, scale=scale, new=(key, value), soft_cap=soft_cap, sink_HG=sink_HG)
+        options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap, "sink_HG": sink_HG}
+        if isinstance(layer, WindowLayer):
+            out = layer.attend(index, query_BHGTD, key, value, **options)
+        else:
+            run = layer.store(key, value, index)
+            out = attend(run, index, query_BHGTD, new=(key, value), **options)
     else:  # PyTorch's SDPA knows neither soft caps nor learned sinks, and transformers drops them without a word
         causal = attention_mask is None and T > 1
         visible = None if attention_mask is None else attention_mask[:, :, None]

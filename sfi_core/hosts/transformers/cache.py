@@ -17,7 +17,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.own_layers import of_own_kind, seat_states, seat_window, taken
+from sfi_core.hosts.transformers.own_layers import of_own_kind, seat_states, taken
+from sfi_core.hosts.transformers.window_layers import WindowLayer, WindowStateLayer
 from sfi_kernels.step_descriptor import sent
 
 OLD_NAME = "past_key_values"
@@ -64,6 +65,7 @@ class SfiLayer(CacheLayerMixin):
     """A full-attention layer of the cache; the run's pages hold the keys."""
 
     is_sliding = False
+    attends = True
 
     def __init__(self, index: int, model: str = "") -> None:
         super().__init__()
@@ -145,17 +147,23 @@ class StepsOfACache(Protocol):
 
 
 def _fresh_layers(model: PreTrainedModel) -> list[Any]:
-    layers = list(DynamicCache(config=model.config.get_text_config(decoder=True)).layers)
-    for index, layer in enumerate(layers):  # windows, states and layers without a cache stay as they are
+    text = model.config.get_text_config(decoder=True)
+    layers, kinds = list(DynamicCache(config=text).layers), getattr(text, "layer_types", None)
+    for index, layer in enumerate(layers):  # states and layers without a cache stay as they are
         if type(layer) is cache_utils.DynamicLayer:
             layers[index] = SfiLayer(index, type(model).__name__)
         elif type(layer) is cache_utils.LinearAttentionAndFullAttentionLayer:
             layers[index] = SfiStateLayer(index, type(model).__name__, layer.number_of_states)
+        elif type(layer) is cache_utils.DynamicSlidingWindowLayer:
+            chunked = kinds is not None and kinds[index] == "chunked_attention"
+            layers[index] = WindowLayer(index, layer.sliding_window, chunked=chunked)
+        elif type(layer) is cache_utils.LinearAttentionAndSlidingWindowAttentionLayer:
+            layers[index] = WindowStateLayer(index, layer.sliding_window, layer.number_of_states)
     return layers
 
 
 class SfiCache(cache_utils.Cache):
-    """transformers' view of a run: `SfiLayer` for full attention, its own layers for windows and states.
+    """transformers' view of a run: `SfiLayer` for full attention, `WindowLayer` for windows, its own for states.
 
     The pages are allocated once for `capacity` tokens a request, when that is known; `prompt_length` are the
     padded tokens of the prompts, when known: a piece that ends before them is not step 0. `stop_ids` end a
@@ -204,21 +212,29 @@ class SfiCache(cache_utils.Cache):
         """The full-attention layers that have keys of their own."""
         return [layer for layer in self.layers if isinstance(layer, SfiLayer)]
 
-    def attending(self, module: Any) -> tuple[int, SfiLayer] | None:
-        """Return the number of the full-attention layer that a module computes, and the layer with its keys.
+    @property
+    def windows(self) -> list[WindowLayer]:
+        """The layers of sliding windows and of chunks."""
+        return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
-        None for transformers' own layers. A module that several layers share (Zamba, HRM) has no number, or one
-        of theirs: its layer has just been updated. Raise `UnsupportedModelError` for keys nowhere or read twice.
+    def attending(self, module: Any) -> tuple[int, SfiLayer | WindowLayer] | None:
+        """Return the number of the layer that a module computes, and the layer with its keys.
+
+        None where transformers attends: also in a window's layer that reads a prompt. A module that several layers
+        share (Zamba, HRM) has no number, or one of theirs: its layer has just been updated. Raise
+        `UnsupportedModelError` for keys nowhere or read twice.
         """
         index = -1 if module.layer_idx is None else module.layer_idx
         owner = self.owners.get(index, index)
         layer = self.layers[owner] if 0 <= owner < len(self.layers) else None
-        if owner == index and (layer is None or (isinstance(layer, SfiLayer) and not layer.pending)):
-            layer = next((other for other in self.managed if other.pending), layer)
+        ours = isinstance(layer, SfiLayer | WindowLayer) and layer.attends
+        if owner == index and (layer is None or (ours and not layer.pending)):
+            pending = (other for other in (*self.managed, *self.windows) if other.pending)
+            layer = next(pending, layer)
             owner = index = index if layer is None else layer.index
         if not isinstance(layer, CacheLayerMixin):
             raise UnsupportedModelError(f"{type(module).__name__} of layer {index} attends to keys that no cache has")
-        if not isinstance(layer, SfiLayer):
+        if not (isinstance(layer, SfiLayer | WindowLayer) and layer.attends):
             return None
         if layer.pending == (owner != index):
             raise UnsupportedModelError(
@@ -232,25 +248,30 @@ class SfiCache(cache_utils.Cache):
         return self.managed[0].seen
 
     def see(self, seen: int) -> None:
-        """Count `seen` padded tokens in every managed layer."""
+        """Count `seen` padded tokens in every layer that has positions."""
         for layer in self.managed:
             layer.seen = seen
+        for window in self.windows:
+            window.cumulative_length = seen
 
     def attach(self, run: Run) -> Self:
         """Give the layers their run for a forward pass."""
         self.run = run
         for layer in self.managed:
             layer.run, layer.before = run, layer.seen
+        for window in self.windows:
+            window.run = run
         return self
 
     def seat(self, row: int, other: Self, width: int) -> None:
         """Give a row to a request that was read alone; the longest now has `width` tokens."""
+        assert self.run is not None, "it has a row to give"
         for layer, alone in zip(self.layers, other.layers, strict=True):
             seat_states(layer, row, alone)
             if isinstance(layer, SfiLayer):
                 layer.seen = width
-            elif getattr(layer, "is_sliding", False):
-                seat_window(layer, row, alone, width)
+            elif isinstance(layer, WindowLayer):
+                layer.seat(self.run, row, alone, width)
         self.prompt_length = width  # so that what comes next is no piece of a prompt
 
     def taken(self) -> list[dict[str, Any]]:
@@ -264,9 +285,9 @@ class SfiCache(cache_utils.Cache):
 
     def detach(self) -> None:
         """Take the run from the layers; raise `UnsupportedModelError` for keys that missed attention or cache."""
-        for layer in self.managed:
+        for layer in (*self.managed, *self.windows):
             layer.run = None
-        if missed := [layer.index for layer in self.managed if layer.pending]:
+        if missed := [layer.index for layer in (*self.managed, *self.windows) if layer.pending]:
             raise UnsupportedModelError(
                 f"{self.name} has layers {missed} that do not attend through transformers' attention interface"
             )

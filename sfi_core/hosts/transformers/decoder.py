@@ -1,7 +1,7 @@
 """A transformers model under a session, as `engine.loop` drives it: one batch of prompts, and its lossless passes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,7 @@ from sfi_core.hosts.transformers.cache import RaggedRow, SfiCache
 from sfi_core.hosts.transformers.known_prompt import KnownPrompt, begin_shared
 from sfi_core.hosts.transformers.own_layers import states
 from sfi_core.hosts.transformers.replays import Replays
-from sfi_core.hosts.transformers.session import Session, most_drafted
+from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.describe import describe_model
 from sfi_core.sizes.step import ByteModel
 from sfi_kernels.step_descriptor import sent
@@ -102,16 +102,12 @@ class Decoder:
                 return self.replays.replay(run, [[token] for token in token_B])
             length_B = [state.length for state in run.requests]
             ids_B1, position_B1 = sent(torch.tensor([token_B, length_B]), device)[..., None]
-            last, mask = self.cache.seen, None
-            # only sliding windows need to know of padding: our own layers keep a request's tokens and no others
-            if any(self.cache.is_sliding) and min(length_B) < last:
-                mask = torch.arange(last + 1, device=device) >= last - position_B1
-            return self.replays.model(ids_B1, position_B1, mask, last=True)[:, -1]
+            return self.replays.model(ids_B1, position_B1, last=True)[:, -1]
 
     def draft_rule(self) -> DraftRule:
         """Return what ends a draft in a lossless run."""
         session, policy = self.session, self.session.policy
-        draft, refreshes = policy.config.draft, policy.refreshes()
+        refreshes = policy.refreshes()
         description = describe_model(session.model, session.shapes())
         model = ByteModel.of(description, dense_layers=policy.config.dense_layers, batch=self.run.store.batch)
 
@@ -120,9 +116,8 @@ class Decoder:
             return min(1.0, float(model.fast(length, attended)) / float(whole))
 
         return DraftRule(
-            config=replace(draft, max_tokens=most_drafted(session.shapes(), draft.max_tokens)),
-            stop_ids=self.run.stop_ids, cost=cost, selecting=policy.selection_tokens,
-        )  # fmt: skip
+            config=policy.config.draft, stop_ids=self.run.stop_ids, cost=cost, selecting=policy.selection_tokens
+        )
 
     def drafting(self) -> "BlockPass":
         """Return the passes of a lossless run."""
@@ -148,16 +143,15 @@ class BlockPass(Watcher):
     """Runs the passes of a run over a cache, from the end of the prefill.
 
     Where requests bring different numbers of tokens, the model sees one row of all, [1, X]. Our layers tell
-    the requests apart; layers with a sliding window or with states cannot, and run one request at a time.
+    the requests apart; layers with states cannot, and run one request at a time.
 
-    A sliding window drops rejected tokens by their positions. A state has no positions: after a rejection the state of
-    the last verification comes back, and the model reads the accepted tokens again. In that pass attention returns the
-    outputs of the verification, so that the pass reads weights and states, and no cache.
+    Our layers overwrite rejected tokens by their positions. A state has no positions: after a rejection the state of
+    the last verification comes back, and the model reads the accepted tokens again. In that pass full attention returns
+    the outputs of the verification, so that the pass reads weights, states and windows, and no cache.
     """
 
     def __init__(self, run: Run, cache: SfiCache, replays: Replays) -> None:
         self._run, self._cache, self._replays = run, cache, replays
-        self._windows = [layer for layer in cache.layers if getattr(layer, "is_sliding", False)]
         self._stated = any(any(states(layer)) for layer in cache.layers)
         self._out_BHGTE: dict[int, torch.Tensor] = {}  # by layer, of the last decoding pass
         if self._stated:
@@ -213,17 +207,11 @@ class BlockPass(Watcher):
             self._out_BHGTE[layer.index] = out_BHGTE
 
     def keep(self, blocks: Sequence[Block | None], given: Sequence[Sequence[int]]) -> None:
-        """Remove the rejected tokens from windows and states; our own layers overwrite theirs."""
+        """Remove the rejected tokens from states; layers with positions overwrite theirs."""
         if self._verified is None or blocks[0] is None or not blocks[0].reason:
             return
-        brought, accepted = len(blocks[0].tokens), len(given[0])
-        if accepted < brought and self._stated:
-            self._read_again(blocks[0].tokens[:accepted])
-        elif accepted < brought:
-            new = [(window.keys[:, :, -brought:], window.values[:, :, -brought:]) for window in self._windows]
-            self._cache.put_back(self._verified)
-            for layer, (key, value) in zip(self._windows, new, strict=True):
-                layer.update(key[:, :, :accepted], value[:, :, :accepted])
+        if len(given[0]) < len(blocks[0].tokens):
+            self._read_again(blocks[0].tokens[: len(given[0])])
         self._verified = self._marked()
 
     def _read_again(self, tokens: Sequence[int]) -> None:
@@ -244,4 +232,4 @@ class BlockPass(Watcher):
             self._cache.put_back(self._verified)
 
     def _marked(self) -> list[dict[str, Any]] | None:
-        return self._cache.taken() if self._windows or self._stated else None
+        return self._cache.taken() if self._stated else None

@@ -1,7 +1,7 @@
-"""transformers' own cache layers beside ours: sliding windows, and states of linear attention and convolutions.
+"""What cache layers beside full attention hold: windows, and states of linear attention and convolutions.
 
-A window drops tokens by their positions: its layer makes new tensors and never writes into old ones. A state has no
-positions, and transformers overwrites it in place: `taken` copies states, so that `put_back` can restore them.
+A window's tokens have positions: nobody writes into the tensors of a prompt, and a ring is written by position. A state
+has none, and transformers overwrites it in place: `taken` copies states, so that `put_back` can restore them.
 """
 
 import sys
@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from sfi_kernels.tables import Layer
-
 STATES = ("conv_states", "recurrent_states")
 WINDOW = ("keys", "values", "cumulative_length", "is_initialized")
-SPARE = 512  # tokens that compiled steps append to a window until it moves to the front of its buffer
 
 
 def states(layer: Any) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -92,67 +89,6 @@ def seat_states(layer: Any, row: int, other: Any) -> None:
         batch = getattr(layer, kind)[number].clone()
         batch[row] = state[0]
         getattr(layer, kind)[number] = batch
-
-
-def seat_window(layer: Any, row: int, other: Any, width: int) -> None:
-    """Give a row the window of a request that was read alone; the longest now has `width` tokens."""
-    count = min(width, layer.sliding_window - 1)
-    for name in ("keys", "values"):
-        # copies of the last tokens, with zeros before them where there are not as many
-        batch, alone = (
-            torch.nn.functional.pad(rows_BHTD, (0, 0, count - rows_BHTD.shape[2], 0))
-            for rows_BHTD in (getattr(layer, name), getattr(other, name))
-        )
-        batch[row] = alone[0]
-        setattr(layer, name, batch)
-    layer.cumulative_length = width
-
-
-class _Window:
-    # rows [H, R, D] of keys and values, the first at position `start`, copied from `known`; `norm_X` is read by nobody
-    def __init__(self, layer: Any, length: int) -> None:
-        (_, H, T, D), room = layer.keys.shape, layer.sliding_window + SPARE
-        self.known, self.start, self.norm_X = layer.keys, length - T, torch.empty(H * room)
-        self.rows_KHRD = layer.keys.new_empty(2, H, room, D)
-        self.rows_KHRD[0, :, :T], self.rows_KHRD[1, :, :T] = layer.keys[0], layer.values[0]
-
-
-class Windows:
-    """The sliding windows of one request in buffers that compiled steps append to; `layers` are their numbers."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        """Find the windows among a cache's layers; nothing is copied yet."""
-        self._layers = {n: layer for n, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
-        self.layers = list(self._layers)
-        self._windows: dict[int, _Window] = {}
-        self._length = 0
-
-    def locate(self, table_LX: Any, length: int) -> None:
-        """Write where the layers' rows are for a step that appends the last of `length` tokens."""
-        for index, layer in self._layers.items():
-            window, size = self._windows.get(index), layer.sliding_window
-            if window is None or window.known is not layer.keys:
-                window = self._windows[index] = _Window(layer, length - 1)
-            rows_KHRD = window.rows_KHRD
-            if length - window.start > rows_KHRD.shape[2]:
-                first = length - size - window.start  # of the tokens that the next queries see
-                rows_KHRD[:, :, : size - 1] = rows_KHRD[:, :, first : first + size - 1].clone()
-                window.start += first
-            tensors = (*rows_KHRD, window.norm_X)
-            table_LX[index, [Layer.KEYS, Layer.VALUES, Layer.NORMS]] = [x.data_ptr() for x in tensors]
-            sizes = size, rows_KHRD.shape[2], window.start
-            table_LX[index, [Layer.WINDOW, Layer.WINDOW_ROOM, Layer.WINDOW_START]] = sizes
-        self._length = length
-
-    def leave(self) -> None:
-        """Give the layers their tokens back, for a step module by module."""
-        for index, window in self._windows.items():
-            layer, end = self._layers[index], self._length - window.start
-            first = max(0, end - layer.sliding_window + 1)
-            if layer.keys is window.known:
-                layer.keys, layer.values = window.rows_KHRD[:, None, :, first:end].clone()
-                layer.cumulative_length = self._length
-        self._windows.clear()
 
 
 class _LinearStates:

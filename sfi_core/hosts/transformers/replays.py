@@ -16,9 +16,9 @@ from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
-from sfi_core.hosts.transformers.own_layers import Windows
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.step_model import UnknownError, step_model
+from sfi_core.hosts.transformers.window_layers import Windows
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
@@ -171,7 +171,6 @@ def refusal(session: Session) -> BackendError | ConfigError | None:
         f"policy {session.policy_name}, which selects with more than the evidence": (
             policy.selects_after and not policy.chooses and not isinstance(policy, EvidencePolicy)
         ),
-        "layers of sliding windows, whose cache moves": any(shape.window for shape in session.shapes()),
         **common_reasons(session),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "")

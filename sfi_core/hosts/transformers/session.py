@@ -40,7 +40,6 @@ from sfi_core.state.side_stream import ring_places
 from sfi_core.triggers.trigger import Trigger, resolve_triggers
 
 UNKNOWN_CAPACITY = 1024
-LEAST_WINDOW = 3  # a sliding window that still holds a token before a draft of one
 
 
 class Session:
@@ -131,7 +130,7 @@ class Session:
         if isinstance(policy, EvidencePolicy) and tiers is None and not (on_triton and self.engine.overlap):
             refreshed *= worked_off_together(refreshed * heads * capacity, len(shapes), self.backend)
         drafting = memory.Drafting(
-            tested=most_drafted(shapes, policy.config.draft.max_tokens) + 1,
+            tested=policy.config.draft.max_tokens + 1,
             together=CPU_PIECE if model.device.type == "cpu" else PIECE,
             compares=LogitsEvent in self.observer.wants,
             explicit=not on_triton,
@@ -153,8 +152,8 @@ class Session:
 
     @property
     def most_together(self) -> int | None:
-        """The most requests together in a lossless run, None for any: windows and states cannot go back one by one."""
-        return 1 if any(shape.hosted for shape in self.shapes()) else None
+        """The most requests together in a lossless run, None for any: states cannot go back one by one."""
+        return 1 if any(shape.state_bytes for shape in self.shapes()) else None
 
     def together(self, asked: int | None) -> int | None:
         """Return `asked`, or the most requests of a lossless run together; raise `ConfigError` if `asked` is more."""
@@ -163,8 +162,7 @@ class Session:
             return asked
         if asked is not None and asked > most:
             raise ConfigError(
-                f"max_batch must be at most {most} in a lossless run of a model with sliding windows or states, "
-                f"got {asked}"
+                f"max_batch must be at most {most} in a lossless run of a model with states, got {asked}"
             )
         return most
 
@@ -375,8 +373,3 @@ def audited_rows(run: Run) -> tuple[int, ...]:
     if run.policy.mixes_heads:  # some heads of a slow step read sparsely
         sparse = tuple(sorted((*sparse, *run.batch_pass.slow)))
     return tuple(row for row in sparse if audit.due(states[row].step, slow=states[row].slow))
-
-
-def most_drafted(shapes: Sequence[LayerShape], asked: int) -> int:
-    """Return the most tokens of a draft: a sliding window must hold them and the token before."""
-    return max(1, min([asked, *(shape.window - LEAST_WINDOW + 1 for shape in shapes if shape.window)]))

@@ -195,7 +195,7 @@ def _resolved(backend: str, session: Session, page_size: int | None) -> str:
         why = f"the triton backend needs the model on one device, got {', '.join(devices)}; use the torch backend"
     try:
         for shape in session.shapes():
-            if shape.window is None:
+            if shape.window != 0:
                 check_limits(shape.key_width, shape.value_width, page_size or PAGE_SIZE, model.dtype, model.device)
     except KernelLimitError as error:
         why = why or str(error)

@@ -109,8 +109,7 @@ class Bench:
             self._shapes = session.shapes()
             if settings.lossless and session.most_together == 1 < max(settings.batches):
                 raise ConfigError(
-                    "batch must be 1 in lossless runs of a model with sliding windows or states, got "
-                    f"{max(settings.batches)}"
+                    f"batch must be 1 in lossless runs of a model with states, got {max(settings.batches)}"
                 )
         weights = ModelWeights.of(model)
         self.about = {**describe_model(model, self._shapes), "total_weight_bytes": weights.total_bytes}

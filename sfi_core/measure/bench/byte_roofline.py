@@ -103,7 +103,7 @@ class Expectation:
         # all weights count, also those of experts that a step does not read
         cuda, engine = self.device.type == "cuda", self.settings.engine
         backend = ("triton" if cuda else "torch") if engine.backend == "auto" else engine.backend
-        moves = any(shape.hosted for shape in self.shapes)
+        moves = any(shape.state_bytes for shape in self.shapes)
         expected = forecast(
             self.model, self.shapes, reads.policy, batch=batch, prompt_tokens=1,
             capacity=self.settings.capacity(context), backend=backend, refreshed_together=batch if cuda else 1,

@@ -331,7 +331,7 @@ def test_sliding_windows_of_one_request(policy: str, options: dict):
 
 
 def test_a_window_that_moves_in_its_buffer(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sfi_core.hosts.transformers.own_layers.SPARE", 3)
+    monkeypatch.setattr("sfi_core.hosts.transformers.window_layers.SPARE", 3)
     assert_same_steps("gemma-2", "full-kv", rows=ROWS[:1])  # and soft caps
 
 

@@ -20,11 +20,13 @@ from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Tri
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.config import DraftConfig
 from sfi_kernels.pack import pack
-from tests.architectures import tiny
+from tests.architectures import SMALL, tiny
+from tests.architectures import prompts as made
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import first
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
 from tests.fakes import Listener, RecordingObserver, positions
+from tests.tiny_models import build
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors; test_on_a_gpu.py has the real thing")
 PROMPTS = [list(range(5, 45)), list(range(3, 28)), list(range(50, 57)), list(range(9, 50))]
@@ -39,7 +41,7 @@ NEW = 12
 def models() -> dict:
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
-    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1)}
+    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1), "gemma-2": tiny("gemma-2")}
 
 
 @pytest.fixture
@@ -167,6 +169,29 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     assert learned == [([0], plays) for plays in (2, 3)]
 
 
+OWN_WINDOWS = {
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+@pytest.mark.parametrize("label", first(["gemma-2", "llama-4", "gpt-oss", "gemma-4", "gemma-3", *OWN_WINDOWS], 4))
+def test_windows_and_chunks_are_replayed(complete, models, label):
+    """Soft caps, chunks, learned sinks, shared keys. A window of 12 tokens, whose edge two requests cross while they
+    decode: the second from its start, the third where it joins the batch."""
+    model = models[label] = build(label, **OWN_WINDOWS[label]) if label in OWN_WINDOWS else tiny(label)
+    rows, config = made(37, 5, 9), SMALL.replace(budget=1000)
+    options = {"name": label, "prompts": rows, "config": config, "max_new_tokens": 16, "max_batch": 2}
+    (eager, expected), (graphed, heard) = complete(False, **options), complete(True, **options)
+    whole = [model.generate(torch.tensor([row]), max_new_tokens=16, do_sample=False)[0, len(row) :] for row in rows]
+    assert [r.token_ids for r in graphed.requests] == [row.tolist() for row in whole]
+    assert graphed.requests == eager.requests
+    assert told(heard) == told(expected)
+    assert graphed.paths.pop("graph.replay") > 9 * graphed.paths.pop("graph.eager")
+    graphed.paths.pop("graph.ahead", None)
+    assert graphed.paths == eager.paths
+
+
 @pytest.fixture
 def runs(monkeypatch):
     found = []
@@ -186,11 +211,12 @@ LOSSLESS = {
         "prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": 9, "seed": 3, "stop_token_ids": range(0, 96, 13),
         "sampling": Sampling(temperature=1.0, repetition_penalty=1.2),
     },
+    "windows": {"name": "gemma-2", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 9},
     "codescan": {"policy": "codescan", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 7, "name": "small"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", first(LOSSLESS, 2))
+@pytest.mark.parametrize("case", first(LOSSLESS, 3))
 def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
     """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between."""
     config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
@@ -209,7 +235,7 @@ def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
     assert replays > once > 0, "a kind of passes is recorded when it comes for the second time"
     assert graphed.paths == eager.paths
     assert recorder.tapes > 1
-    theirs, ours = (run.store.keys(0, 0, 0, run.requests[0].length - 1) for run in runs)
+    theirs, ours = (run.store.keys(min(run.layers), 0, 0, run.requests[0].length - 1) for run in runs)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -342,10 +368,8 @@ def test_graphs_on_a_cpu_are_refused(models):
     assert not any(name.startswith("graph") for name in report.paths)
 
 
-def test_windows_another_backend_and_another_loop_than_ours_cannot_replay(models, recorder):
+def test_another_backend_and_another_loop_than_ours_cannot_replay(models, recorder):
     engine, model = EngineOptions(backend="triton", graphs=True), models["qwen3"]
-    with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
-        sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
     with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
         sfi_core.generate(model, None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
     said = pytest.raises(ConfigError, match=r"must be off in model.generate")

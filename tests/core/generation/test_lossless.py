@@ -205,10 +205,10 @@ def test_a_rotation_that_depends_on_the_pass_is_refused(kind):
     assert not given
 
 
-def test_models_with_sliding_windows_decode_one_request_at_a_time():
-    with pytest.raises(ConfigError, match=r"max_batch must be at most 1 .* got 2"):
-        run("gemma-3", ROWS, max_batch=2)
-    assert run("gemma-3", ROWS).slots == 1
+def test_models_with_states_decode_one_request_at_a_time():
+    with pytest.raises(ConfigError, match=r"max_batch must be at most 1 .* with states, got 2"):
+        run("granite-4", ROWS, max_batch=2)
+    assert run("granite-4", ROWS).slots == 1
 
 
 @pytest.mark.parametrize("policy", first(["quest", "codescan", "codescan compiled"]))

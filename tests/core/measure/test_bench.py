@@ -307,7 +307,7 @@ def test_rows_count_tokens_and_not_passes():
     assert row["bytes_per_step"] == round((sum(fast) + dense[0] + fast[1] + sum(dense)) / 4)
 
 
-def test_a_batch_over_sliding_windows_is_refused_before_anything_runs(monkeypatch):
+def test_a_batch_over_states_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr(our_runs, "run_ours", None)
-    with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with sliding"):
-        run_bench(tiny("gemma-2"), lossless())
+    with pytest.raises(ConfigError, match="batch must be 1 in lossless runs of a model with states"):
+        run_bench(tiny("granite-4"), lossless())

@@ -254,8 +254,8 @@ def test_the_bytes_of_a_verification_equal_hand_arithmetic():
     assert held == 3 * 4 * 2 * 5 * 10**6
 
 
-def test_sliding_windows_are_held_twice(tiny_model):
-    sliding = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=10)
+def test_states_are_held_twice_and_rings_have_room_for_a_draft(tiny_model):
+    sliding = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4, window=61, state_bytes=100)
     full = LayerShape(heads=2, key_width=8, value_width=8, itemsize=4)
     drafting = needs.Drafting(tested=5, together=10, compares=True, explicit=True)
     plain, lossless = (
@@ -265,11 +265,12 @@ def test_sliding_windows_are_held_twice(tiny_model):
             untriggered("sfi", DRAFTING),
             batch=1,
             prompt_tokens=30,
-            capacity=40,
+            capacity=400,
             drafting=one,
         )
         for one in (None, drafting)
     )
-    assert lossless.sliding_bytes == 2 * plain.sliding_bytes
+    row = (128 + 2 * 4)
+    assert (plain.sliding_bytes, lossless.sliding_bytes) == (64 * row + 100, 128 * row + 200)
     grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
-    assert grown >= needs.CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=40)
+    assert grown >= needs.CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=400)

@@ -2,6 +2,7 @@
 
 import copy
 import resource
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -46,8 +47,9 @@ def test_sliding_layers_keep_their_window_only(tiny_model):
     assert expected.kv_bytes == 128 * 3 * 40
     assert expected.norm_bytes == 2 * 4 * 3 * 40
     assert expected.packed_bytes == 128 * 3 * 8
-    assert expected.sliding_bytes == 128 * 3 * 10
-    assert expect(tiny_model, [FULL, SLIDING], capacity=7).sliding_bytes == 128 * 3 * 7
+    assert expected.sliding_bytes == (128 + 2 * 4) * 3 * 64  # a ring is whole pages, with the norms of the keys
+    wide = replace(SLIDING, window=1000)
+    assert expect(tiny_model, [FULL, wide], capacity=70).sliding_bytes == (128 + 2 * 4) * 3 * 128
 
 
 def test_only_sliding_windows_have_a_mask_of_queries_and_keys(tiny_model):
