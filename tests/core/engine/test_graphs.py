@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
 import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
@@ -20,7 +21,7 @@ from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Tri
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.config import DraftConfig
 from sfi_kernels.pack import pack
-from tests.architectures import tiny
+from tests.architectures import prompts, tiny
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import first
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
@@ -39,7 +40,7 @@ NEW = 12
 def models() -> dict:
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
-    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1)}
+    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1), "hybrid": tiny("granite-4")}
 
 
 @pytest.fixture
@@ -214,6 +215,42 @@ def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
 
 
 DELAYED = CONFIG.replace(trigger_delay=1)
+STATED = ["granite-4", "qwen3-next", "jamba", "lfm2-moe"]
+
+
+@pytest.mark.parametrize("label", first(STATED, 2))
+def test_recording_a_step_advances_no_state(complete, models, recorder, label):
+    """Nor does an audited step between; when a request ends, another joins, which steps launched ahead do not know."""
+    models[label] = tiny(label)
+    options = {"config": DELAYED, "prompts": prompts(30, 30, 30), "name": label, "max_new_tokens": 8}
+    ends = complete(False, **options)[0].requests[0].token_ids[2]  # before a fast step
+    for more in ({"max_batch": 2, "stop_token_ids": [ends]}, {"audit": AuditConfig(every=3, top=4)}):
+        eager, graphed = (complete(how, **options, **more) for how in (False, None))
+        assert [r.token_ids for r in graphed[0].requests] == [r.token_ids for r in eager[0].requests]
+        assert told(graphed[1]) == told(eager[1])
+        assert graphed[0].paths["graph.replay"] > 1
+    together = complete(True, **options)
+    assert together[0].paths["graph.ahead"] > 0
+    same(together, complete(False, **options))
+
+
+def test_states_that_move_keep_a_model_eager(complete, recorder, monkeypatch):
+    forward = GraniteMoeHybridMambaLayer.forward
+
+    def assign(mixer, *args, cache_params, **options) -> torch.Tensor:
+        out, layer = forward(mixer, *args, cache_params=cache_params, **options), cache_params.layers[mixer.layer_idx]
+        layer.recurrent_states[0] = layer.recurrent_states[0].clone()
+        return out
+
+    options = {"prompts": prompts(30), "name": "hybrid", "max_new_tokens": 5}
+    expected = complete(False, **options)
+    monkeypatch.setattr(GraniteMoeHybridMambaLayer, "forward", assign)
+    report, heard = complete(None, **options)
+    assert re.search(r"but GraniteMoeHybridMambaLayer of layer \d assigns new state tensors", report.not_replayed)
+    assert report.paths["graph.eager"] == 4
+    assert told(heard) == told(expected[1])
+    with pytest.raises(BackendError, match="assigns new state tensors"):
+        complete(True, **options)
 
 
 def test_steps_are_launched_before_their_tokens_are_read(complete, recorder):
@@ -320,6 +357,10 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
         ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
         ({"audit": AuditConfig()}, "an audit of every step"),
+        (
+            {"name": "hybrid", "lossless": True},
+            "layers with a state in a lossless run, which padding of drafts would enter",
+        ),
         ({"observers": [RecordingObserver()]}, "spans inside the step, as trace.spans=true records"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -342,13 +383,12 @@ def test_graphs_on_a_cpu_are_refused(models):
     assert not any(name.startswith("graph") for name in report.paths)
 
 
-def test_windows_another_backend_and_another_loop_than_ours_cannot_replay(models, recorder):
+def test_windows_and_another_backend_cannot_replay(models, recorder):
     engine, model = EngineOptions(backend="triton", graphs=True), models["qwen3"]
     with pytest.raises(ConfigError, match="must be off with layers of sliding windows"):
         sfi_core.generate(tiny("gemma-2"), None, PROMPTS[2:3], CONFIG, engine=engine)
-    with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
+    said = r"^CUDA graphs need the triton backend, got torch"
+    with pytest.raises(BackendError, match=said):
         sfi_core.generate(model, None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
-    said = pytest.raises(ConfigError, match=r"must be off in model.generate")
-    with slow_fast(model, None, CONFIG, engine=engine), said:
-        ids = torch.tensor(PROMPTS[2:3])
-        model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with slow_fast(model, None, CONFIG, engine=EngineOptions(graphs=True)), pytest.raises(BackendError, match=said):
+        model.generate(torch.tensor(PROMPTS[2:3]), max_new_tokens=3)
