@@ -291,7 +291,8 @@ slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
   again. Each such pass reads weights and states, and no cache. One request is decoded at a time.
 * **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once. Each layer that reads them has a selection of its
   own.
-* **CUDA graphs** do not record steps of models with states. **vLLM** serves several of these models
+* **CUDA graphs** replay steps of all these models, but not in lossless runs ([engine.md](engine.md#whole-step-graphs);
+  no GPU has run that yet). **vLLM** serves several of these models
   ([vllm.md](vllm.md#hybrids)).
 
 ### Full attention and sliding windows

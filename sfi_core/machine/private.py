@@ -13,8 +13,12 @@ def attention_implementation(config: Any) -> str:
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Say whether a module has forward hooks; PyTorch can add and remove hooks, but not list them."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Say whether a module has forward hooks; PyTorch can add and remove hooks, but not list them.
+
+    Those do not count that transformers leaves in a model once it has been asked for hidden states.
+    """
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def multiplies_natively(dtype: torch.dtype) -> bool:

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -68,14 +68,29 @@ class StepGraphs:
         self._keeps = False  # whether the last step left its queries in the buffers
         self._take_over()
         self._token_X = torch.zeros(run.store.batch * most, dtype=torch.long, device=run.device)
+        self._position_B1: torch.Tensor | None = None  # of a loop that gives them
         self._logits_XV: torch.Tensor | None = None
         self._graphs: dict[Kind, StepGraph] = {}
         self._needed: set[Kind] | None = {Kind(chooses=run.policy.chooses)} if patient else None
         self._wants = SelectionEvent in run.observer.wants
 
-    def step(self, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+    def give(self, token_B1: torch.Tensor, position_B1: torch.Tensor | int) -> None:
+        """Take another loop's tokens and positions, on the device, for the step that the run has begun.
+
+        `position_B1` may have one row, or be a number, for all. Once given, positions must be given for every step.
+        """
+        self._token_BW.copy_(token_B1)
+        if self._position_B1 is None:
+            self._position_B1 = torch.zeros_like(self._token_BW)
+        if isinstance(position_B1, int):
+            self._position_B1.fill_(position_B1)
+        else:
+            self._position_B1.copy_(position_B1)
+
+    def step(self, brought: Sequence[Sequence[int]] = ()) -> torch.Tensor:
         """Decode the tokens that the requests bring, at least one each, in a step that the run has begun.
 
+        None are brought where `give` has them.
         Return the logits, [B * W, V], which the next step overwrites; a request's own are the last of W. Raise
         `BackendError` if the model waits for the device within a step, and graphs are required.
         """
@@ -86,8 +101,8 @@ class StepGraphs:
             prepare_layers(run, sorted(run.batch_codes), run.batch_pass.fast, run.requests)
             with run.observer.span("forward"):
                 W = buffers.descriptor.queries
-                padded = [[*[row[0]] * (W - len(row)), *row] for row in brought]
-                sent(torch.tensor(padded), run.device, self._token_BW)
+                if padded := [[*[row[0]] * (W - len(row)), *row] for row in brought]:
+                    sent(torch.tensor(padded), run.device, self._token_BW)
                 done = self._do(buffers.kind)
         self._keeps = True
         self._note(done)
@@ -95,28 +110,26 @@ class StepGraphs:
         run.meter.count("graph.ahead", buffers.launched)
         run.meter.count("graph.replay" if done.replay else "graph.eager")
         if self.given_up:
-            self._hand_back()
+            self.leave()
         assert self._logits_XV is not None, "a step has run"
         return self._logits_XV[: self._token_BW.numel()]
 
     @contextmanager
     def eager_step(self) -> Iterator[None]:
-        """Run the step in the body without graphs, so that the watchers see its layers: an audited step."""
-        run, options = self._run, self._run.engine
+        """Run the pass in the body without graphs, so that the watchers see its layers: an audited step."""
         self._buffers.ahead = False
-        self._hand_back()
-        run.engine = replace(options, graphs=None)
+        self.leave()
         try:
             yield
         finally:
-            run.engine = options
             self._take_over()
 
     def _take_over(self) -> None:
         run, buffers = self._run, self._buffers
         run.descriptors, run.attend = buffers, partial(attend_recorded, buffers)
 
-    def _hand_back(self) -> None:
+    def leave(self) -> None:
+        """Hand the run's passes back to its own attention."""
         run, queries = self._run, self._buffers.queries
         run.descriptors = Descriptors(run.store, run.device)
         run.attend = None
@@ -188,8 +201,10 @@ class StepGraphs:
         with run.launches():
             buffers.begin()
         token_BW, step = self._token_BW, buffers.descriptor
-        place_W = torch.arange(-step.queries, 0, device=run.device)
-        position_BW = (step.length_B[:, None] + place_W).clamp_min(0)
+        position_BW = self._position_B1
+        if position_BW is None:
+            place_W = torch.arange(-step.queries, 0, device=run.device)
+            position_BW = (step.length_B[:, None] + place_W).clamp_min(0)
         with run.launches():
             logits_XV = self._forward(token_BW, position_BW).flatten(0, 1)
         if self._logits_XV is None:  # not inside a capture: a recorder first runs the work unrecorded

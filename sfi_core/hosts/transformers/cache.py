@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.run import Run
 from sfi_core.errors import UnsupportedModelError
-from sfi_core.hosts.transformers.own_layers import of_own_kind, seat_states, taken
+from sfi_core.hosts.transformers.own_layers import of_own_kind, put_back, seat_states, taken
 from sfi_core.hosts.transformers.window_layers import WindowLayer, WindowStateLayer
 from sfi_kernels.step_descriptor import sent
 
@@ -136,10 +136,10 @@ class SfiStateLayer(SfiLayer, LinearAttentionLayer):
 class StepsOfACache(Protocol):
     """The replayed steps of a run under a loop that is not sfi's (`replays.Replays`)."""
 
-    def next_step(self, run: Run, tokens: int) -> AbstractContextManager[bool]:
-        """Say whether the step of so many tokens that the body runs is replayed."""
+    def next_step(self, run: Run, tokens: int, against: str = "") -> AbstractContextManager[bool]:
+        """Say whether the step of so many tokens that the body runs is replayed, if nothing is `against` it."""
 
-    def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+    def replay_given(self, run: Run, ids_B1: torch.Tensor, position_B1: torch.Tensor | None) -> torch.Tensor:
         """Replay a step that the run has begun; return logits, [B, V]."""
 
     def eager_pass(self) -> AbstractContextManager[None]:
@@ -175,7 +175,7 @@ class SfiCache(cache_utils.Cache):
 
     Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
     spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
-    step's dense twin, whose next-token logits are `dense_BV`.
+    step's dense twin, whose next-token logits are `dense_BV`; `replayed` that it is a step which `replays` replays.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class SfiCache(cache_utils.Cache):
         self.run: Run | None = None
         self.ragged: RaggedRow | None = None
         self.span = ExitStack()
-        self.planned = self.shadowed = False
+        self.planned = self.shadowed = self.replayed = False
         self.dense_BV: torch.Tensor | None = None
         self.replays: StepsOfACache | None = None
         self.known: PromptCache | None = None
@@ -281,7 +281,7 @@ class SfiCache(cache_utils.Cache):
     def put_back(self, held: Sequence[dict[str, Any]]) -> None:
         """Let the layers hold what they held; `held` may be put back again."""
         for layer, values in zip(self.layers, held, strict=True):
-            layer.__dict__.update(taken(values))
+            put_back(layer, values)
 
     def detach(self) -> None:
         """Take the run from the layers; raise `UnsupportedModelError` for keys that missed attention or cache."""

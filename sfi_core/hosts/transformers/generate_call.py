@@ -1,13 +1,13 @@
 """`model.generate` and `model.forward` inside a session.
 
 In a lossless run sfi's loop decodes (`custom_generate`), with the processors of `model.generate`. Else transformers'
-loop does, or one's own around `model(...)`: on a CPU their decoding steps are compiled.
+loop does, or one's own around `model(...)`: their decoding steps are CUDA graphs, and on a CPU compiled.
 """
 
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -28,7 +28,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, ca
 from sfi_core.hosts.transformers.checks import check_cache, prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.decoder import Decoder
 from sfi_core.hosts.transformers.known_prompt import KnownPrompt
-from sfi_core.hosts.transformers.replays import Replays
+from sfi_core.hosts.transformers.replays import Replays, records_steps
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.machine.threads import serving
 from sfi_core.sizes.memory import check_fits
@@ -39,6 +39,8 @@ HANDLED = {
     "input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict",
     CACHE_NAME,
 }  # fmt: skip
+# what a model's config may ask for at every pass
+OUTPUTS = "output_hidden_states", "output_attentions", "output_router_logits"
 # what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
 # no use for the others, which some releases pass on
 PREPARED = (HANDLED - {"input_ids", "return_dict"}) | {"streamer", "synced_gpus", "tokenizer"}
@@ -50,44 +52,54 @@ BY_ROW = (
 )
 
 
-def forward_with(session: Session, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `model.forward` whose decoding steps are compiled where they can be; `forward` is the model's."""
+def forward_with(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `model.forward` that replays a decoding step where `next_step` has said so; `forward` is the model's."""
 
     @wraps(forward)
     def forward_with_sfi(*args: Any, **kwargs: Any) -> Any:
         cache = under_way.get()
-        run = None if cache is None or cache.planned else cache.run
-        on_cpu = session.model.device.type == "cpu" and session.backend == "torch"
-        # the layers' shapes are known from the memory check of `model.generate`: a pass of ours within a pass is none
-        may_compile = on_cpu and session.audit is None and session.state_checks.known
-        if probing() or cache is None or run is None or not may_compile:
+        if probing() or cache is None or cache.planned or cache.shadowed or not cache.replayed:
             return forward(*args, **kwargs)
-        if args or not _is_plain(run, cache.seen, kwargs):
-            with nullcontext() if cache.replays is None else cache.replays.eager_pass():
-                return forward(*args, **kwargs)
-        ids_B1 = kwargs["input_ids"]
-        if cache.replays is None:
-            cache.replays = Replays(session, cache, len(ids_B1))
-        with cache.replays.next_step(run, sum(not state.finished for state in run.requests)) as replayed:
-            if not replayed:
-                return forward(*args, **kwargs)
-            logits_BV = cache.replays.replay(run, ids_B1.tolist())
+        assert cache.run is not None, "it has begun a step"
+        assert cache.replays is not None, "they have said so"
+        with torch.no_grad():
+            logits_BV = cache.replays.replay_given(cache.run, kwargs["input_ids"], kwargs.get("position_ids"))
+        under_way.set(cache)  # recording a step runs passes, which end
         return CausalLMOutputWithPast(logits=logits_BV[:, None], **{CACHE_NAME: cache})
 
     return forward_with_sfi
 
 
-def _is_plain(run: Run, seen: int, kwargs: dict[str, Any]) -> bool:
-    # whether the pass is a decoding step of token ids at the requests' own positions, after `seen` padded tokens
+def next_step(
+    session: Session, run: Run, cache: SfiCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractContextManager[bool]:
+    """See `Session.next_step`, for `model.generate` and loops of one's own."""
+    if not session.state_checks.known:
+        # the layers' shapes are known from the memory check of `model.generate`: a pass of ours within a pass is none
+        return nullcontext(enter_result=False)
+    if cache.replays is None:
+        cache.replays = Replays(session, cache, run.store.batch)
+    tokens = sum(not state.finished for state in run.requests)
+    return cache.replays.next_step(run, tokens, _unusual(session, run, cache.seen, args, kwargs))
+
+
+def _unusual(session: Session, run: Run, seen: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    # what a call of the model asks for, after `seen` padded tokens, that a replayed step does not have; "" for nothing
     given = {name for name, value in kwargs.items() if value is not None and value is not False}
-    if run.batch_pass.prompts or "input_ids" not in given or given - HANDLED or kwargs.get("return_dict") is False:
-        return False
-    positions, batch_pass = kwargs.get("position_ids"), run.batch_pass
-    asked = [seen] * len(batch_pass.start)
-    if positions is not None:
-        asked = positions.expand(len(asked), -1)[:, -1].tolist() if positions.dim() == 2 else []  # noqa: PLR2004
-    rows = zip(asked, batch_pass.start, batch_pass.count, strict=False)
-    return bool(asked) and all(place == start for place, start, count in rows if count)
+    given |= {name for name in OUTPUTS if getattr(session.model.config, name, False)}
+    others, positions = sorted(given - HANDLED), kwargs.get("position_ids")
+    if args or "input_ids" not in given:
+        return "a call of the model without input_ids by name"
+    if others or kwargs.get("return_dict") is False:
+        return f"a call of the model with {[*others, 'return_dict=False'][0]}"
+    if positions is not None and positions.dim() != 2:  # noqa: PLR2004
+        return f"positions of {positions.dim()} dimensions"
+    if session.backend == "torch" and session.model.device.type == "cpu":  # elsewhere a look at them waits
+        states = run.requests
+        asked = [seen] * len(states) if positions is None else positions[:, -1].expand(len(states)).tolist()
+        if any(not state.finished and place != state.length for state, place in zip(states, asked, strict=True)):
+            return "positions that are not the requests' own"
+    return ""
 
 
 class OwnProcessors(Picker):
@@ -181,7 +193,8 @@ def _generate(session: Session, generate: Callable[..., Any], kwargs: dict[str, 
     if (cache is None or cache.seen) and prompt is not None and capacity:
         batch = len(prompt) * (settings.num_return_sequences or 1)
         batch = min(batch, session.together(None) or batch)
-        expected = session.forecast(batch, length, capacity, settings.prefill_chunk_size or 0)
+        chunk, graphs = settings.prefill_chunk_size or 0, records_steps(session)
+        expected = session.forecast(batch, length, capacity, chunk, graphs=graphs)
         with session.ranks.agreed():
             check_fits(expected, session.model.device, two_tier=session.tiers is not None)
     if session.ranks.size > 1:

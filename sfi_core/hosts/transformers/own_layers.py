@@ -1,7 +1,7 @@
 """What cache layers beside full attention hold: windows, and states of linear attention and convolutions.
 
 A window's tokens have positions: nobody writes into the tensors of a prompt, and a ring is written by position. A state
-has none, and transformers overwrites it in place: `taken` copies states, so that `put_back` can restore them.
+has none, and transformers overwrites it in place, as we do: `taken` copies states for `put_back`.
 """
 
 import sys
@@ -30,6 +30,17 @@ def taken(held: Mapping[str, Any]) -> dict[str, Any]:
         else value
         for name, value in held.items()
     }
+
+
+def put_back(layer: Any, held: Mapping[str, Any]) -> None:
+    """Let a cache layer hold what `taken` took from it; states are copied to where they are, which graphs know."""
+    for name, value in taken(held).items():
+        known = layer.__dict__[name]
+        if isinstance(value, dict):
+            for number, part in value.items():
+                if isinstance(part, torch.Tensor) and isinstance(known.get(number), torch.Tensor):
+                    value[number] = known[number].copy_(part)
+        layer.__dict__[name] = value
 
 
 def take_states(layer: Any, other: Any) -> None:
@@ -86,9 +97,7 @@ def alike(layers: Sequence[Any], others: Mapping[int, Mapping[str, Any]]) -> boo
 def seat_states(layer: Any, row: int, other: Any) -> None:
     """Give a row the states of a request that was read alone."""
     for kind, number, state in states(other):
-        batch = getattr(layer, kind)[number].clone()
-        batch[row] = state[0]
-        getattr(layer, kind)[number] = batch
+        getattr(layer, kind)[number][row] = state[0]  # in place: graphs know the address
 
 
 class _LinearStates:

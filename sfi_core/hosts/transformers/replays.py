@@ -6,6 +6,7 @@ On a GPU steps are replayed as CUDA graphs, on a CPU each is one compiled call.
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -16,9 +17,12 @@ from sfi_core.engine.graphs.steps import StepGraphs
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
+from sfi_core.hosts.transformers.own_layers import states
 from sfi_core.hosts.transformers.session import Session
+from sfi_core.hosts.transformers.shapes import mixer_name
 from sfi_core.hosts.transformers.step_model import UnknownError, step_model
 from sfi_core.hosts.transformers.window_layers import Windows
+from sfi_core.machine.private import has_hooks
 from sfi_core.machine.threads import SMALL_BYTES, one_thread
 from sfi_core.models.describe import ModelWeights
 from sfi_core.observers.observer import EVERY_SPAN, SPANS
@@ -36,7 +40,7 @@ class Replays:
 
     def __init__(self, session: Session, cache: SfiCache, batch: int, *, patient: bool = True) -> None:
         """Decide whether steps are replayed; raises what `records_steps` raises."""
-        self._session, self._cache, self._patient = session, cache, patient
+        self._session, self._cache, self._patient, self._batch = session, cache, patient, batch
         parameters = inspect.signature(session.model.forward).parameters
         self._options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._small = False  # whether a step on the CPU reads too few bytes to gain by threads
@@ -44,6 +48,7 @@ class Replays:
             rows = batch * cache.capacity * sum(shape.row_bytes for shape in session.shapes())
             self._small = ModelWeights.of(session.model).read(batch) + rows < SMALL_BYTES
         self._steps: StepGraphs | CompiledSteps | None = None
+        self._room = 0  # tokens of a request in the pages that the graphs know
         self._tables: StepModel | None = None
         self._missed, self._captures = "", records_steps(session)
         self._compiles = session.model.device.type == "cpu" and session.backend == "torch"
@@ -88,27 +93,67 @@ class Replays:
             self._cache.see(seen)
 
     @contextmanager
-    def next_step(self, run: Run, tokens: int) -> Iterator[bool]:
-        """Say whether the step of so many tokens that the body begins and runs is replayed."""
-        if self._captures and (self._tables is None or tokens <= MOST_TOKENS):
+    def next_step(self, run: Run, tokens: int, against: str = "") -> Iterator[bool]:
+        """Say whether the step of so many tokens in the body is replayed; not if anything is `against` it."""
+        if self._captures and not against and (self._tables is None or tokens <= MOST_TOKENS):
+            self._make_room(run)
             self._steps = self._steps or self._begin(run)
             if not audits_next(run):
                 yield True
                 return
         if self._captures or self._missed:
             run.meter.count("step.eager" if self._compiles else "graph.eager")
-        if self._missed and self._compiles:
-            run.meter.not_compiled = self._missed
-        elif self._missed:
-            run.meter.not_replayed = self._missed
+            reason = self._missed or against
+            if reason and self._compiles:
+                run.meter.not_compiled = reason
+            elif reason:
+                run.meter.not_replayed = reason
         with self.eager_pass():
             yield False
+
+    def _make_room(self, run: Run) -> None:
+        # graphs write to pages that must not move
+        if self._compiles:
+            return
+        run.store.grow(max((state.length + 1 for state in run.requests if not state.finished), default=0))
+        if isinstance(self._steps, StepGraphs) and run.store.capacity != self._room:
+            self._steps.leave()
+            self._steps = None
 
     def _begin(self, run: Run) -> StepGraphs | CompiledSteps:
         if self._tables is not None:
             return CompiledSteps(run, self._tables, self.threads, Windows(self._cache.layers))
         made, required = recorder.make_recorder(run.device), bool(self._session.engine.graphs)
+        made, self._room = partial(self._record, made), run.store.capacity
         return StepGraphs(run, self.planned, made, required=required, patient=self._patient)
+
+    def _record(self, record: recorder.Recorder, work: recorder.Work) -> recorder.Work:
+        # leave the states of layers as they were, though it takes some steps to record one
+        layers = self._cache.layers
+        known = [(layer, *state, state[-1].clone()) for layer in layers for state in states(layer)]
+        moved: list[int] = []
+        try:
+            recorded = record(work)
+        finally:
+            for layer, kind, number, state, before in known:
+                if getattr(layer, kind)[number] is not state:
+                    moved.append(layers.index(layer))
+                    getattr(layer, kind)[number] = state
+                state.copy_(before)
+        if moved:
+            name = mixer_name(self._session.model, moved[0])
+            raise BackendError(f"a graph must find states where they were, but {name} assigns new state tensors")
+        return recorded
+
+    def replay_given(self, run: Run, ids_B1: torch.Tensor, position_B1: torch.Tensor | None) -> torch.Tensor:
+        """Replay a step of another loop, which has begun; return the logits, [B, V], for it to keep.
+
+        `ids_B1` and `position_B1`, which may have one row, are on the device; None for the cache's padded length.
+        """
+        if not isinstance(self._steps, StepGraphs):
+            return self.replay(run, ids_B1.tolist())
+        self._steps.give(ids_B1, self._cache.seen if position_B1 is None else position_B1[:, -1:])
+        return self.replay(run, ()).clone()
 
     def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
         """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""
@@ -125,9 +170,13 @@ class Replays:
         return nullcontext() if self._steps is None else self._steps.eager_step()
 
     def ahead(self, token_B: torch.Tensor) -> None:
-        """Launch the step of these tokens before the host has read them, where possible."""
-        capacity = self._cache.capacity
-        if self._steps is not None and (capacity is None or self._cache.seen + 1 < capacity):
+        """Launch the step of these tokens before the host has read them, where possible.
+
+        Not where another prompt may join before the step: it would be run again, and advance states twice.
+        """
+        capacity, cache = self._cache.capacity, self._cache
+        joins = (cache.requests or 0) > self._batch and any(any(states(layer)) for layer in cache.layers)
+        if self._steps is not None and not joins and (capacity is None or cache.seen + 1 < capacity):
             self._steps.ahead(token_B)
 
 
@@ -139,6 +188,7 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
     windows = any(shape.window for shape in session.shapes())
     reasons = {
         **common_reasons(session),
+        "layers with a state": any(shape.state_bytes for shape in session.shapes()),
         "sliding windows in a lossless run or of several requests": windows and (batch > 1 or session.engine.lossless),
         "sliding windows beside a cache of kv_dtype": windows and session.kv_dtype is not None,
         f"a model of {session.model.dtype}": session.model.dtype not in KINDS,
@@ -171,6 +221,11 @@ def refusal(session: Session) -> BackendError | ConfigError | None:
         f"policy {session.policy_name}, which selects with more than the evidence": (
             policy.selects_after and not policy.chooses and not isinstance(policy, EvidencePolicy)
         ),
+        "forward hooks in the model, which a replay does not call": session.next_step is not None
+        and any(has_hooks(module) for module in session.model.modules() if module is not session.model),
+        "layers with a state in a lossless run, which padding of drafts would enter": (
+            session.engine.lossless and any(shape.state_bytes for shape in session.shapes())
+        ),
         **common_reasons(session),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), "")
@@ -179,11 +234,9 @@ def refusal(session: Session) -> BackendError | ConfigError | None:
 
 def common_reasons(session: Session) -> dict[str, bool]:
     """Return what neither a graph nor a compiled step can do, and whether a session asks for it."""
-    shapes = session.shapes()
     return {
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
-        "layers with a state, which recording a step would advance": any(shape.state_bytes for shape in shapes),
         "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
         "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
     }

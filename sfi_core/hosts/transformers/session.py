@@ -1,7 +1,8 @@
 """A model under SFI: its forward passes, and their runs."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock, get_ident, local
 from typing import Any
@@ -40,6 +41,8 @@ from sfi_core.state.side_stream import ring_places
 from sfi_core.triggers.trigger import Trigger, resolve_triggers
 
 UNKNOWN_CAPACITY = 1024
+# of a run and its cache, for the arguments of a call of the model: whether the body, a step, is replayed
+NextStep = Callable[["Session", Run, SfiCache, tuple[Any, ...], dict[str, Any]], AbstractContextManager[bool]]
 
 
 class Session:
@@ -48,7 +51,7 @@ class Session:
     `config` are the settings as asked for, `policy.config` what runs: a policy may adapt its own copy. `observer` is
     all observers as one. `ranks` are the processes among which the model's heads are split, `fusion` the modules that
     run fused. `audit` is None for no audit. A call of `model.generate` holds the `lock`: those of several threads wait
-    for each other.
+    for each other. `next_step` decides whether a step of another loop is replayed; None where all loops are sfi's.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Session:
         self.audit, self.engine, self.fusion = audit, engine, Fusion()
         self.lock, self._thread, self._open = RLock(), get_ident(), set[SfiCache]()
         self._page_size = page_size
+        self.next_step: NextStep | None = None
         self.backend = "torch"
         self._run: Run | None = None
         self._here = local()
@@ -161,9 +165,7 @@ class Session:
         if most is None:
             return asked
         if asked is not None and asked > most:
-            raise ConfigError(
-                f"max_batch must be at most {most} in a lossless run of a model with states, got {asked}"
-            )
+            raise ConfigError(f"max_batch must be at most {most} in a lossless run of a model with states, got {asked}")
         return most
 
     @property
@@ -224,22 +226,24 @@ class Session:
         cache.attach(run)
         # transformers does not say so: one token after the prompt's end is a decoding step
         decodes = cache.seen > 0 and new == 1 and cache.seen + 1 > (cache.prompt_length or 1)
+        cache.replayed = False
+        self._open.add(cache)
         if decodes:
             if not run.recorded:  # transformers' loop does not tell; ours has told already
                 run.record(run.ranks.same_tokens(ids[:, -1]))
-            if run.engine.graphs:
-                raise ConfigError(
-                    "CUDA graphs must be off in model.generate and loops of one's own; sfi's loop has them"
-                )
+            if self.next_step is not None:
+                cache.replayed = cache.span.enter_context(self.next_step(self, run, cache, args, kwargs))
             run.begin_decode()
             if audited_rows(run):
                 shadow(model, run, cache, args, kwargs)
                 under_way.set(cache)
         else:
+            if cache.replays is not None:
+                cache.span.enter_context(cache.replays.eager_pass())
             self._begin_prompt(run, cache, ids, tokens, kwargs)
-        self._open.add(cache)
-        cache.span.enter_context(run.observer.span("forward" if decodes else "prefill"))
-        cache.span.enter_context(run.launches())
+        if not cache.replayed:
+            cache.span.enter_context(run.observer.span("forward" if decodes else "prefill"))
+            cache.span.enter_context(run.launches())
 
     def _begin_prompt(self, run: Run, cache: SfiCache, ids: Any, tokens: torch.Tensor, kwargs: dict[str, Any]) -> None:
         # a piece of the prompts, of token `ids` or of embeddings alone
@@ -267,6 +271,8 @@ class Session:
             cache.span.close()
             run = cache.run
             run.maintenance.join()
+            if self.next_step is not None:  # sfi's loop does so itself
+                run.count_selected()
             if cache.on_prompt_end is not None and run.batch_pass.ended:
                 cache.on_prompt_end(cache.seen)
             if cache.dense_BV is not None:

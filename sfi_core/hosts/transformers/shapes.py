@@ -193,6 +193,11 @@ def _differing(model: Any, asked: str) -> str:
     for index, layers in enumerate(zip(*(cache.layers for cache in caches), strict=True)):
         pairs = zip(*(states(layer) for layer in layers), strict=True)
         if any((a - b).float().norm() > far * a.float().norm() for (_, _, a), (_, _, b) in pairs):
-            kinds = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == index]
-            return f"{kinds[-1]} of layer {index}" if kinds else f"layer {index}"
+            return mixer_name(model, index)
     return ""
+
+
+def mixer_name(model: Any, index: int) -> str:
+    """Return class and layer of a model's mixer, for a message."""
+    kinds = [type(module).__name__ for module in model.modules() if getattr(module, "layer_idx", None) == index]
+    return f"{kinds[-1]} of layer {index}" if kinds else f"layer {index}"

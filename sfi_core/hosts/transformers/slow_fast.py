@@ -17,7 +17,13 @@ from sfi_core.hosts.transformers.attention import routed
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.fusion import fused, wants_fusion
-from sfi_core.hosts.transformers.generate_call import decode_losslessly, forward_with, generate_with, going_on
+from sfi_core.hosts.transformers.generate_call import (
+    decode_losslessly,
+    forward_with,
+    generate_with,
+    going_on,
+    next_step,
+)
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears
@@ -74,7 +80,7 @@ def slow_fast(
     ) as session:
         replaced = {name: model.__dict__.get(name) for name in ("generate", "forward")}
         model.generate = generate_with(session, model.generate)
-        model.forward = forward_with(session, model.forward)
+        model.forward, session.next_step = forward_with(model.forward), next_step
         try:
             yield session
         finally:

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridMambaLayer
 
 import sfi_core
 from sfi_core import AuditConfig, EngineOptions, Sampling, SfiConfig, slow_fast
@@ -20,8 +21,7 @@ from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Tri
 from sfi_core.policies.built_in import codescan
 from sfi_core.settings.config import DraftConfig
 from sfi_kernels.pack import pack
-from tests.architectures import SMALL, tiny
-from tests.architectures import prompts as made
+from tests.architectures import SMALL, prompts, tiny
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import first
 from tests.fake_graph import FakeRecorder, Tape, use_tensors
@@ -41,7 +41,8 @@ NEW = 12
 def models() -> dict:
     torch.manual_seed(0)
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=96, initializer_range=0.3, **TINY)).eval()
-    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1), "gemma-2": tiny("gemma-2")}
+    hybrid, gemma = tiny("granite-4"), tiny("gemma-2")
+    return {"qwen3": tiny_qwen3(), "llama": llama, "small": tiny_qwen3(layers=1), "gemma-2": gemma, "hybrid": hybrid}
 
 
 @pytest.fixture
@@ -180,7 +181,7 @@ def test_windows_and_chunks_are_replayed(complete, models, label):
     """Soft caps, chunks, learned sinks, shared keys. A window of 12 tokens, whose edge two requests cross while they
     decode: the second from its start, the third where it joins the batch."""
     model = models[label] = build(label, **OWN_WINDOWS[label]) if label in OWN_WINDOWS else tiny(label)
-    rows, config = made(37, 5, 9), SMALL.replace(budget=1000)
+    rows, config = prompts(37, 5, 9), SMALL.replace(budget=1000)
     options = {"name": label, "prompts": rows, "config": config, "max_new_tokens": 16, "max_batch": 2}
     (eager, expected), (graphed, heard) = complete(False, **options), complete(True, **options)
     whole = [model.generate(torch.tensor([row]), max_new_tokens=16, do_sample=False)[0, len(row) :] for row in rows]
@@ -240,6 +241,42 @@ def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
 
 
 DELAYED = CONFIG.replace(trigger_delay=1)
+STATED = ["granite-4", "qwen3-next", "jamba", "lfm2-moe"]
+
+
+@pytest.mark.parametrize("label", first(STATED, 2))
+def test_recording_a_step_advances_no_state(complete, models, recorder, label):
+    """Nor does an audited step between; when a request ends, another joins, which steps launched ahead do not know."""
+    models[label] = tiny(label)
+    options = {"config": DELAYED, "prompts": prompts(30, 30, 30), "name": label, "max_new_tokens": 8}
+    ends = complete(False, **options)[0].requests[0].token_ids[2]  # before a fast step
+    for more in ({"max_batch": 2, "stop_token_ids": [ends]}, {"audit": AuditConfig(every=3, top=4)}):
+        eager, graphed = (complete(how, **options, **more) for how in (False, None))
+        assert [r.token_ids for r in graphed[0].requests] == [r.token_ids for r in eager[0].requests]
+        assert told(graphed[1]) == told(eager[1])
+        assert graphed[0].paths["graph.replay"] > 1
+    together = complete(True, **options)
+    assert together[0].paths["graph.ahead"] > 0
+    same(together, complete(False, **options))
+
+
+def test_states_that_move_keep_a_model_eager(complete, recorder, monkeypatch):
+    forward = GraniteMoeHybridMambaLayer.forward
+
+    def assign(mixer, *args, cache_params, **options) -> torch.Tensor:
+        out, layer = forward(mixer, *args, cache_params=cache_params, **options), cache_params.layers[mixer.layer_idx]
+        layer.recurrent_states[0] = layer.recurrent_states[0].clone()
+        return out
+
+    options = {"prompts": prompts(30), "name": "hybrid", "max_new_tokens": 5}
+    expected = complete(False, **options)
+    monkeypatch.setattr(GraniteMoeHybridMambaLayer, "forward", assign)
+    report, heard = complete(None, **options)
+    assert re.search(r"but GraniteMoeHybridMambaLayer of layer \d assigns new state tensors", report.not_replayed)
+    assert report.paths["graph.eager"] == 4
+    assert told(heard) == told(expected[1])
+    with pytest.raises(BackendError, match="assigns new state tensors"):
+        complete(True, **options)
 
 
 def test_steps_are_launched_before_their_tokens_are_read(complete, recorder):
@@ -346,6 +383,10 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
         ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
         ({"audit": AuditConfig()}, "an audit of every step"),
+        (
+            {"name": "hybrid", "lossless": True},
+            "layers with a state in a lossless run, which padding of drafts would enter",
+        ),
         ({"observers": [RecordingObserver()]}, "spans inside the step, as trace.spans=true records"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -368,11 +409,9 @@ def test_graphs_on_a_cpu_are_refused(models):
     assert not any(name.startswith("graph") for name in report.paths)
 
 
-def test_another_backend_and_another_loop_than_ours_cannot_replay(models, recorder):
-    engine, model = EngineOptions(backend="triton", graphs=True), models["qwen3"]
-    with pytest.raises(BackendError, match=r"^CUDA graphs need the triton backend, got torch"):
+def test_another_backend_cannot_replay(models, recorder):
+    model, said = models["qwen3"], r"^CUDA graphs need the triton backend, got torch"
+    with pytest.raises(BackendError, match=said):
         sfi_core.generate(model, None, PROMPTS[2:3], CONFIG, engine=EngineOptions(graphs=True))
-    said = pytest.raises(ConfigError, match=r"must be off in model.generate")
-    with slow_fast(model, None, CONFIG, engine=engine), said:
-        ids = torch.tensor(PROMPTS[2:3])
-        model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with slow_fast(model, None, CONFIG, engine=EngineOptions(graphs=True)), pytest.raises(BackendError, match=said):
+        model.generate(torch.tensor(PROMPTS[2:3]), max_new_tokens=3)

@@ -29,9 +29,10 @@ def last(rows_BHTD: torch.Tensor, lengths: Sequence[int], count: int) -> torch.T
 
 
 def under_mask(query_BHGTD, key, value, lengths, window: Window, cap: float, sink_HG) -> torch.Tensor:
-    position = torch.tensor(lengths, device=DEVICE)[:, None, None] - torch.arange(
-        query_BHGTD.shape[3], 0, -1, device=DEVICE
-    )[:, None]  # [B, T, 1]
+    position = (
+        torch.tensor(lengths, device=DEVICE)[:, None, None]
+        - torch.arange(query_BHGTD.shape[3], 0, -1, device=DEVICE)[:, None]
+    )  # [B, T, 1]
     token = torch.arange(LONGEST, device=DEVICE)
     seen = token > position - window.size
     if window.chunked:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sfi_core import EngineOptions, slow_fast
+from sfi_core import AuditConfig, EngineOptions, slow_fast
 from sfi_core.engine.loop import left_pad
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from tests.architectures import SMALL, prompts, tiny
@@ -75,6 +75,13 @@ def test_two_caches_in_turns_have_their_own_runs():
                 tokens.append(int(ids[row]))
         texts.append(tokens)
     assert texts[0] == texts[1]
+
+
+def test_audited_steps_are_the_model_s():
+    audit = {"audit": AuditConfig(every=4, top=4)}
+    (mine, report), (theirs, _) = (answers("llama", engine, [{}], **audit) for engine in (None, EAGER))
+    assert torch.equal(*mine, *theirs)
+    assert report.paths["step.compiled"] > 1 < report.paths["step.eager"]
 
 
 def test_positions_that_are_not_the_cache_s_go_to_the_model():
