@@ -71,7 +71,13 @@ def complete(monkeypatch, models, recorder):
 
 def told(observer: Listener) -> tuple:
     """Return what the observer heard, without the padding of positions, diagnostics and times."""
-    chosen = {(e.step, e.layer, e.request): positions(e.index_HK) for e in observer.selections}
+    chosen = {
+        (e.step, e.layer, e.request, e.reason): (
+            positions(e.index_HK),
+            None if e.heads_H is None else e.heads_H.tolist(),
+        )
+        for e in observer.selections
+    }
     steps = [
         (e.step, e.request, e.position, e.token_id, e.reason, e.attended_tokens, e.context_tokens)
         for e in observer.steps
@@ -90,7 +96,7 @@ def same(graphed: tuple, eager: tuple) -> None:
     replays, once = (report.paths.pop(f"graph.{how}", 0) for how in ("replay", "eager"))
     report.paths.pop("graph.ahead", None)
     assert replays > 0
-    assert replays + once == max(len(r.token_ids) for r in report.requests) - 1
+    assert replays + once == sum(not event.reads_prompt for event in heard.begun)
     assert report.paths == wanted.paths
     assert report.not_replayed == ""
 
@@ -107,8 +113,8 @@ def test_a_policy_sees_its_request_s_tokens_and_none_behind_them(complete, monke
     (_, among), (_, alone) = (
         complete(how, prompts=some, **options) for how, some in ((True, PROMPTS[:2]), (False, PROMPTS[1:2]))
     )
-    kept = {(step, layer): heads for (step, layer, request), heads in told(among)[2].items() if request == 1}
-    assert kept == {(step, layer): heads for (step, layer, _), heads in told(alone)[2].items()}
+    kept = {key[:2]: heads for key, heads in told(among)[2].items() if key[2] == 1}
+    assert kept == {key[:2]: heads for key, heads in told(alone)[2].items()}
     assert len(kept) > 2  # there is a slow step after the prompt's
 
 
@@ -165,6 +171,31 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     same(graphed, eager)
     assert recorder.tapes == 1
     assert learned == [([0], plays) for plays in (2, 3)]
+
+
+EVERY_STEP = CONFIG.replace(
+    trigger_delay=1, baseline={"page": 4}, freekv={"page": 4, "tau": 0.1, "first_layer_dense": False},
+    synckv={"heads": "even", "stride": 3},
+)  # fmt: skip
+BATCHES = {
+    "one": {"prompts": PROMPTS[:1], "max_new_tokens": 8},
+    "joining": {"prompts": PROMPTS, "max_batch": 2, "max_new_tokens": [3, 9, 4, 6]},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("policy", ["quest", "freekv", "synckv", "oracle-top-k"])
+def test_policies_that_choose_at_every_step_can_be_replayed(complete, recorder, policy, batch):
+    """With the kernels that score and choose pages. Where a request joins, a step that was launched is done again."""
+    options = {"config": EVERY_STEP, "policy": policy, "name": "small", **BATCHES[batch]}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    ahead = graphed[0].paths.get("graph.ahead", 0)
+    same(graphed, eager)
+    assert ahead > 0
+    assert recorder.plays > ahead
+    corrected = [e.heads_H.tolist() for e in eager[1].selections if e.reason == "correction"]
+    assert policy != "freekv" or {True, False} <= {head for heads in corrected for head in heads}
+    assert recorder.tapes > (policy == "synckv")
 
 
 @pytest.fixture
@@ -317,7 +348,6 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
         ({"audit": AuditConfig()}, "an audit of every step"),
         ({"observers": [RecordingObserver()]}, "spans inside the step, as trace.spans=true records"),
