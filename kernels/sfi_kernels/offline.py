@@ -179,6 +179,7 @@ def _attention_runs(
         yield f"{label}, {kind}", partial(case.decode, **options)
     yield label, case.choose
     yield f"{name}, D={D}, G={G}", case.choose_pages
+    yield f"{name}, D={D}, G={G}, ahead", partial(case.choose_pages, ahead=True)
     for queries in VERIFIED:
         yield f"{label}, {queries} queries", partial(case.decode, slow=True, queries=queries)
     yield label, case.prompt
@@ -248,16 +249,19 @@ class Case:
                 self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
             )  # fmt: skip
 
-    def choose_pages(self) -> None:
-        """Choose pages for a batch by the bounds of their keys, for this step and for the next."""
+    def choose_pages(self, *, ahead: bool = False) -> None:
+        """Choose pages for a batch by the bounds of their keys, for this step or for the next."""
         (_, _, G, _, D), page, budget = self.query.shape, 32, S - 4
         step = describe_step([StepRequest(mode=FAST, **NUMBERS)] * 2, 0, self.query.device)
         pages = PageSummaries.empty(2, self.key, PAGES * PAGE, page)
-        last = LastStep(self.key.new_empty(2, 2, H, G, D), self.position.new_empty(2, 2, H, budget))
         operands: Any = self.query[:, :, :, 0], self.key, self.table, step, pages
-        rows = self.position, self.length_BH
-        page_scan.triton(*operands, *rows, page=page, budget=budget)
-        page_scan_ahead.triton(*operands, last, *rows, page=page, budget=budget, recent=64, scale=1.0, tau=0.8)
+        rows: Any = self.position, self.length_BH
+        options: Any = {"page": page, "budget": budget}
+        if not ahead:
+            page_scan.triton(*operands, *rows, **options)
+            return
+        last = LastStep(self.key.new_empty(2, 2, H, G, D), self.position.new_empty(2, 2, H, budget))
+        page_scan_ahead.triton(*operands, last, *rows, **options, recent=64, scale=1.0, tau=0.8)
 
     def code(self) -> None:
         """Code the keys of a piece of a prompt."""

@@ -216,6 +216,7 @@ class SyncKV(Companion, EvidencePolicy):
 
     def _with_static(self, context: Evidence, score_BRT: torch.Tensor) -> torch.Tensor:
         # scores by which the static set comes first
+        assert context.request_B is not None, "the engine says which rows"
         R, T = score_BRT.shape[1:]
         static_BRK = context.all_kept.index_BRK[context.request_B.clamp_min(0).long(), :R].long()
         spare_BRT = torch.nn.functional.pad(score_BRT, (0, 1))  # index -1 lands in the added column

@@ -178,8 +178,8 @@ EVERY_STEP = CONFIG.replace(
     synckv={"heads": "even", "stride": 3},
 )  # fmt: skip
 BATCHES = {
-    "one": {"prompts": PROMPTS[:1], "max_new_tokens": 8},
-    "joining": {"prompts": PROMPTS, "max_batch": 2, "max_new_tokens": [3, 9, 4, 6]},
+    "one": {"prompts": PROMPTS[2:3], "max_new_tokens": 8},
+    "joining": {"prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": [3, 6, 3]},
 }
 
 
@@ -193,9 +193,10 @@ def test_policies_that_choose_at_every_step_can_be_replayed(complete, recorder, 
     same(graphed, eager)
     assert ahead > 0
     assert recorder.plays > ahead
-    corrected = [e.heads_H.tolist() for e in eager[1].selections if e.reason == "correction"]
-    assert policy != "freekv" or {True, False} <= {head for heads in corrected for head in heads}
-    assert recorder.tapes > (policy == "synckv")
+    corrected = [e.heads_H for e in eager[1].selections if e.reason == "correction"]
+    assert not corrected or 0 < int(torch.stack(corrected).sum()) < torch.stack(corrected).numel()
+    assert bool(corrected) is (policy == "freekv")
+    assert recorder.tapes == 1 + (policy == "synckv" and batch == "one")  # slow steps, where they come twice
 
 
 @pytest.fixture
@@ -218,13 +219,15 @@ LOSSLESS = {
         "sampling": Sampling(temperature=1.0, repetition_penalty=1.2),
     },
     "codescan": {"policy": "codescan", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 7, "name": "small"},
+    "quest": {"policy": "quest", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 7, "name": "small"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", first(LOSSLESS, 2))
 def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
     """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between."""
-    config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
+    draft = DraftConfig(max_tokens=4, adaptive=False)
+    config = CONFIG.replace(budget=3, recent=3, draft=draft, baseline={"page": 4})
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"config": config, "policy": "sfi", **LOSSLESS[case]}
     (eager, expected), (graphed, heard) = (complete(one, lossless=True, **options) for one in (False, True))
