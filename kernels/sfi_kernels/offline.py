@@ -27,7 +27,7 @@ from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import append, pack, recall
-from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan, page_scan_ahead
+from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step
@@ -253,15 +253,12 @@ class Case:
         """Choose pages for a batch by the bounds of their keys, for this step or for the next."""
         (_, _, G, _, D), page, budget = self.query.shape, 32, S - 4
         step = describe_step([StepRequest(mode=FAST, **NUMBERS)] * 2, 0, self.query.device)
-        pages = PageSummaries.empty(2, self.key, PAGES * PAGE, page)
-        operands: Any = self.query[:, :, :, 0], self.key, self.table, step, pages
-        rows: Any = self.position, self.length_BH
-        options: Any = {"page": page, "budget": budget}
-        if not ahead:
-            page_scan.triton(*operands, *rows, **options)
-            return
+        pages = PageSummaries(*self.key.new_empty(2, 2, H, PAGES * PAGE // page, D))
         last = LastStep(self.key.new_empty(2, 2, H, G, D), self.position.new_empty(2, 2, H, budget))
-        page_scan_ahead.triton(*operands, last, *rows, **options, recent=64, scale=1.0, tau=0.8)
+        page_scan.triton(
+            self.query[:, :, :, 0], self.key, self.table, step, pages, self.position, self.length_BH,
+            last if ahead else None, page=page, budget=budget,
+        )  # fmt: skip
 
     def code(self) -> None:
         """Code the keys of a piece of a prompt."""

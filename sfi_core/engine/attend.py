@@ -22,7 +22,7 @@ from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import KernelLimitError, check_device
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.step_descriptor import MODE, SLOW, StepDescriptor
+from sfi_kernels.step_descriptor import MODE, StepDescriptor
 
 
 def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -95,8 +95,8 @@ def read(
     """
     run, segment, into, dense_BH = layer.run, layer.run.segment(layer.index), None, None
     if run.policy.mixes_heads and not layer.left_dense:
-        kinds_2H = run.dense_heads_of(layer.index, query_BHGTD.shape[1])
-        dense_BH = kinds_2H.index_select(0, (step.table_BX[:, MODE] == SLOW).int())
+        dense_XH = run.dense_heads_of(layer.index, query_BHGTD.shape[1])
+        dense_BH = dense_XH.index_select(0, step.table_BX[:, MODE])
     if step.slow_rows and run.policy.refreshes() and not layer.left_dense:
         numbers = step.slow_rows * query_BHGTD.shape[1:3].numel() * run.store.capacity
         into = run.maintenance.room(numbers, query_BHGTD.device)

@@ -12,17 +12,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
 from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
-from sfi_kernels.step_descriptor import (
-    ALLOWED_STOP,
-    FAST,
-    PROMPT,
-    SINK,
-    SLOW,
-    StepDescriptor,
-    StepRequest,
-    describe_step,
-    sent,
-)
+from sfi_kernels.step_descriptor import FAST, PROMPT, SLOW, StepDescriptor, StepRequest, describe_step, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +65,7 @@ class Rows:
     @classmethod
     def of_all(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor, longest: int) -> Self:
         """Make the rows of all requests likewise; J is empty in idle ones."""
-        sink_B, start_B = (step.table_BX[:, word].contiguous() for word in (SINK, ALLOWED_STOP))
+        sink_B, start_B = step.sink_B.contiguous(), step.recent_start_B.contiguous()
         request_B = torch.arange(step.batch, dtype=torch.int32, device=table_BP.device)
         allowed_BT = allowed_positions(longest, sink_B, start_B)
         return cls((), request_B, sink_B, step.length_B, table_BP, allowed_BT, longest, sink)

@@ -19,7 +19,6 @@ from sfi_core.engine.select import Handed, hand_over, note
 from sfi_core.machine.threads import one_thread
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import EvidencePolicy, Selection
-from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.compiled import CORES, KINDS, pool
 from sfi_kernels.tables import BLOCK, OUT, STAGES, TICKETS, Real, Stage, Step
 from sfi_kernels.tables import Layer as Word
@@ -56,13 +55,6 @@ class Windows(Protocol):
 
     def leave(self) -> None:
         """Let the host's modules go on with the windows."""
-
-
-def codes_of(run: Run, layer: int) -> BatchCodes:
-    """Return a layer's codes under a `coded` policy."""
-    codes = run.kept[layer]
-    assert isinstance(codes, BatchCodes), "the policy is coded"
-    return codes
 
 
 class CompiledSteps:
@@ -130,7 +122,7 @@ class CompiledSteps:
         tensors = [run.store.pages(index).key_PHND for index in self._layers]
         if self._attends and (run.policy.selects or run.batch_pass.fast):
             tensors += [run.segment(index).position_BHS for index in self._sparse]
-        tensors += [codes_of(run, index).word_BHWT for index in self._sparse if run.policy.coded]
+        tensors += [run.kept[index].word_BHWT for index in self._sparse if run.policy.coded]
         if len(tensors) != len(self._known) or any(a is not b for a, b in zip(tensors, self._known, strict=True)):
             self._known = tensors
             self._locate()
@@ -147,11 +139,11 @@ class CompiledSteps:
             table_LX[index, where] = [x.data_ptr() for x in segment.tensors]
             table_LX[index, Word.ROWS] = segment.position_BHS.shape[2]
             if run.policy.coded:
-                codes = codes_of(run, index)
+                codes = run.kept[index]
                 table_LX[index, Word.CODE_MEAN : Word.CODE_RECENT + 1] = [x.data_ptr() for x in codes]
                 table_LX[index, Word.CODED] = codes.word_BHWT.shape[3]
         if run.policy.coded and self._sparse:
-            codes = codes_of(run, self._sparse[0])
+            codes = run.kept[self._sparse[0]]
             self._step_X[Step.WORDS] = codes.word_BHWT.shape[2]
             self._step_X[Step.BUDGET] = min(run.policy.config.budget, codes.word_BHWT.shape[3])
 

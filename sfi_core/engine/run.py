@@ -15,13 +15,13 @@ from sfi_core.engine.ledger import Meter, Reads, RequestPass, Shape
 from sfi_core.engine.maintenance import Maintenance, schedule
 from sfi_core.observers.events import BeginStepEvent, PromptEvent, RecallEvent, StepEvent
 from sfi_core.observers.observer import Observer
-from sfi_core.policies.base import EvidencePolicy, Kept, Notes, Policy
+from sfi_core.policies.base import EvidencePolicy, Notes, Policy
 from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, PackedSegment
 from sfi_core.state.request import RequestState
 from sfi_kernels.launch import counting
-from sfi_kernels.step_descriptor import sent
+from sfi_kernels.step_descriptor import SLOW, sent
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ class Run:
         left: The states of ended requests whose row another request has taken.
         step: The batch's step; -1 before step 0.
         kept: What the policy keeps of all rows by layer (`Companion.keeps`), whose KV heads have `groups` query heads.
-        dense_heads: By layer which KV heads fast and which slow steps read densely, [2, H] int32, if the policy mixes.
+        dense_heads: By layer which KV heads are dense in which mode of a request, [4, H] int32, if the policy mixes.
         layers: Full-attention layers that have run so far; `options` are their `Layer.options`.
         late: By layer the new keys and values that the choice of this pass will append.
         notes: The policy's own notes, by request (not row) and layer.
@@ -62,7 +62,7 @@ class Run:
     left: list[RequestState] = field(default_factory=list)
     step: int = -1
     segments: dict[int, PackedSegment] = field(default_factory=dict)
-    kept: dict[int, Kept] = field(default_factory=dict)
+    kept: dict[int, Any] = field(default_factory=dict)
     groups: dict[int, int] = field(default_factory=dict)
     dense_heads: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
@@ -240,24 +240,24 @@ class Run:
         """Whether fast steps read rows in the pages, as policies do that choose at every step; not with host memory."""
         return self.store.whole_on_device and self.policy.chooses
 
-    def keep(self, layer: int, group: int) -> Kept | None:
+    def keep(self, layer: int, group: int) -> Any:
         """Return what the policy keeps of all rows in a layer, with the store's room, if anything.
 
         A KV head has `group` query heads.
         """
         capacity, kept = self.store.capacity, self.kept.get(layer)
         if kept is None and self.policy.has_kept:
-            pages = self.store.pages(layer)
-            sizes = group, pages.key_PHND, pages.value_PHNE, capacity
-            kept, self.groups[layer] = self.policy.companion.keeps(self.store.batch, *sizes), group
+            pages, self.groups[layer] = self.store.pages(layer), group
+            sizes = self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity
+            kept = self.policy.companion.keeps(*sizes)
         if kept is not None:
             kept = self.kept[layer] = kept.grown(capacity)
         return kept
 
     def dense_heads_of(self, layer: int, heads: int) -> torch.Tensor:
-        """Return which of a layer's KV heads a fast and a slow step read densely, [2, H] int32."""
+        """Return which of a layer's KV heads are dense in each mode of `step_descriptor`, [4, H] int32."""
         if layer not in self.dense_heads:
-            kinds = [self.policy.companion.dense_heads(layer, heads, slow=slow) for slow in (False, True)]
+            kinds = [self.policy.companion.dense_heads(layer, heads, slow=mode == SLOW) for mode in range(SLOW + 1)]
             marks = torch.tensor([[int(head in dense) for head in range(heads)] for dense in kinds], dtype=torch.int32)
             self.dense_heads[layer] = sent(marks, self.device)
         return self.dense_heads[layer]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn.functional import pad
@@ -16,24 +16,33 @@ from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.choice import Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pack.reference import packed_positions
-from sfi_kernels.step_descriptor import FAST, MODE, SINK, StepDescriptor
+from sfi_kernels.step_descriptor import FAST, MODE, StepDescriptor
 from sfi_kernels.top_k import top_k
 
 Notes = dict[str, Any]
 
 
-class Kept(Protocol):
-    """What a policy keeps of a layer's keys, or of its last step, for all rows of a batch, in tensors that stay."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a policy keeps of a layer's keys, or of its last step, for all rows of a batch: tensors [B, ...] that stay.
+
+    `BatchCodes` has these methods, too.
+    """
+
+    parts: tuple[torch.Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors."""
+        return sum(part.nbytes for part in self.parts)
 
     def of(self, rows: slice) -> Self:
         """Return some rows, over the same memory."""
+        return replace(self, parts=tuple(part[rows] for part in self.parts))
 
     def grown(self, capacity: int) -> Self:
         """Return room for `capacity` tokens of a request: this one, if it has that, or a copy."""
+        return self
 
     def rewind(self, row: int, length: int) -> None:
         """Prepare a row whose positions from `length` on are gone, and come anew."""
@@ -138,9 +147,9 @@ class BatchContext:
 
     def read(self, selection: "Selection") -> Choice:
         """Let the fast requests read a selection, made for all rows."""
-        table_BX, chosen_BHS = self.descriptor.table_BX, self.position_BHS
-        fast_B1 = table_BX[:, MODE, None] == FAST
-        made_BHS = packed_positions(selection.index_BHK, table_BX[:, SINK], chosen_BHS.shape[2])
+        step, chosen_BHS = self.descriptor, self.position_BHS
+        fast_B1 = step.table_BX[:, MODE, None] == FAST
+        made_BHS = packed_positions(selection.index_BHK, step.sink_B, chosen_BHS.shape[2])
         chosen_BHS.copy_(torch.where(fast_B1[..., None], made_BHS, chosen_BHS))
         count_BH = (made_BHS >= 0).sum(2, dtype=torch.int32)
         self.length_BH.copy_(torch.where(fast_B1, count_BH, self.length_BH))
@@ -164,15 +173,16 @@ class Selection:
 
     def copy(self) -> "Selection":
         """Return a selection whose tensors no later step overwrites."""
-        copies = {name: value.clone() for name, value in self.diagnostics.items()}
-        heads = None if self.heads_BH is None else self.heads_BH.clone()
-        return replace(self, index_BHK=self.index_BHK.clone(), diagnostics=copies, heads_BH=heads)
+        return self._each(torch.clone)
 
     def of(self, rows: slice) -> "Selection":
         """Return the selection of some requests."""
-        diagnostics = {name: value[rows] for name, value in self.diagnostics.items()}
-        heads = None if self.heads_BH is None else self.heads_BH[rows]
-        return replace(self, index_BHK=self.index_BHK[rows], diagnostics=diagnostics, heads_BH=heads)
+        return self._each(lambda tensor: tensor[rows])
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Selection":
+        diagnostics = {name: change(value) for name, value in self.diagnostics.items()}
+        heads = None if self.heads_BH is None else change(self.heads_BH)
+        return replace(self, index_BHK=change(self.index_BHK), diagnostics=diagnostics, heads_BH=heads)
 
 
 class Companion:
@@ -189,10 +199,8 @@ class Companion:
         """
         return None
 
-    def keeps(
-        self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
-    ) -> Kept | None:
-        """Allocate what the policy keeps of a layer for `rows` requests of at most `capacity` tokens, if anything.
+    def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Any:
+        """Allocate what the policy keeps of a layer for `rows` requests of `capacity` tokens at most: `Kept`, or None.
 
         The pages give heads, widths, dtype and device; a KV head has `group` query heads.
         """
@@ -232,7 +240,6 @@ class Policy:
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
         most_fast_steps: The most fast steps in a row, while an anchored recent segment grows; None for no limit.
-        least_recent: Of a store with host memory, the least last tokens that `choose` finds on the device.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
         chooses: Whether the class has a `choose`; so `selects_after`, `has_kept` (`keeps`), `mixes_heads`
             (`dense_heads`), `triggered` (`plan`), and `selects` for any selection.
@@ -241,7 +248,7 @@ class Policy:
     prompt_only = fills = evicts = coded = ahead = drafts = offloads = False
     fixed: ClassVar[Mapping[str, Any]] = {}
     most_fast_steps: int | None = None
-    key_width = least_recent = 0
+    key_width = 0
     selects_after = selects = chooses = has_kept = mixes_heads = triggered = False
 
     def __init_subclass__(cls) -> None:
@@ -287,6 +294,11 @@ class Policy:
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Return the bytes of a policy's key summaries, for a layer and a request of `capacity` tokens."""
+        return 0
+
+    @property
+    def least_recent(self) -> int:
+        """The least last tokens that `choose` finds on the device, of a store with host memory."""
         return 0
 
     def resident(self, layer: int, heads: int) -> Sequence[int]:

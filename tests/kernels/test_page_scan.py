@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan, page_scan_ahead, summarize
+from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan, summarize
 from sfi_kernels.page_scan import triton as kernels
 from sfi_kernels.page_scan.reference import best_pages
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepRequest, describe_step
@@ -36,7 +36,7 @@ class Batch:
         self.step = describe_step(requests, 0, torch.device("cpu"))
         # as after the step before, but for a page that holds what nobody took back
         keys = self.key[self.table.long()].transpose(1, 2).flatten(2, 3)
-        self.pages = PageSummaries.empty(B, self.key, CAPACITY, page)
+        self.page, self.pages = page, PageSummaries(*torch.zeros(2, B, H, -(-CAPACITY // page), D, dtype=dtype))
         for row, length in enumerate(LENGTHS):
             known = length - requests[row].count
             for part, end in zip(self.pages, summarize(keys[row, :, :known], page), strict=True):
@@ -53,17 +53,11 @@ class Batch:
         pages, last = PageSummaries(*(x.clone() for x in self.pages)), LastStep(*(x.clone() for x in self.last))
         position = torch.full((len(LENGTHS), H, SINK + budget + 3), 77, dtype=torch.int32)
         length = torch.full((len(LENGTHS), H), 77, dtype=torch.int32)
-        before, after = (self.query, self.key, self.table, self.step, pages), (position, length)
-        if ahead:
-            last = LastStep(last.query_B2HGD, last.index_B2HK[..., :budget].contiguous())
-            choice = page_scan_ahead.on(backend)(*before, last, *after, budget=budget, **ahead)
-        else:
-            choice = page_scan.on(backend)(*before, *after, budget=budget, page=self.page)
+        choice = page_scan.on(backend)(
+            self.query, self.key, self.table, self.step, pages, position, length, last if ahead else None,
+            page=self.page, budget=budget, **ahead,
+        )  # fmt: skip
         return choice, pages, last, position, length
-
-    @property
-    def page(self) -> int:
-        return -(-CAPACITY // self.pages.low_BHPD.shape[2])
 
 
 def same(found, wanted) -> None:
@@ -98,7 +92,7 @@ def test_a_choice_for_the_next_step_is_the_reference_s(monkeypatch, tau: float):
     monkeypatch.setattr(kernels, "TILE", 8)
     monkeypatch.setattr(kernels, "CHUNK", 16)
     batch = Batch(4)
-    options = {"page": 4, "recent": RECENT, "scale": 0.5, "tau": tau}
+    options = {"recent": RECENT, "scale": 0.5, "tau": tau}
     found, wanted = (batch.run(backend, 12, **options, diagnoses=True) for backend in ("triton", "torch"))
     same(found, wanted)
     (ours, *_), (theirs, *_), fast = found, wanted, slice(4)

@@ -5,9 +5,8 @@ Two launches: the first brings the extremes up to date and scores the pages, the
 
 from sfi_kernels.op import Op
 from sfi_kernels.page_scan import reference
-from sfi_kernels.page_scan.summaries import LastStep, PageSummaries, summarize
+from sfi_kernels.page_scan.reference import LastStep, PageSummaries, summarize
 
 page_scan = Op(reference.page_scan)
-page_scan_ahead = Op(reference.page_scan_ahead)
 
-__all__ = ["LastStep", "PageSummaries", "page_scan", "page_scan_ahead", "summarize"]
+__all__ = ["LastStep", "PageSummaries", "page_scan", "summarize"]

@@ -1,68 +1,85 @@
 """Choosing pages by bounds of their logits, in PyTorch, request by request."""
 
-from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from sfi_kernels import step_descriptor as step
 from sfi_kernels.choice import Choice, write_row
 from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
-from sfi_kernels.page_scan.summaries import LastStep, PageSummaries, summarize
 from sfi_kernels.pages import read_pages
 from sfi_kernels.step_descriptor import StepDescriptor
 
 
+class PageSummaries(NamedTuple):
+    """Each channel's least and largest key by page, in the keys' dtype; undefined behind a request's last page."""
+
+    low_BHPD: torch.Tensor
+    high_BHPD: torch.Tensor
+
+
+class LastStep(NamedTuple):
+    """What a step leaves for the next: its queries, [B, 2, H, G, D], and what it chose ahead, [B, 2, H, K] int32.
+
+    A step of `length` tokens writes the place `length % 2` and reads the other, so that it can be done twice.
+    """
+
+    query_B2HGD: torch.Tensor
+    index_B2HK: torch.Tensor
+
+
 def page_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor,
-    pages: PageSummaries, position_BHS: torch.Tensor, length_BH: torch.Tensor, *, page: int, budget: int,
+    pages: PageSummaries, position_BHS: torch.Tensor, length_BH: torch.Tensor, last: LastStep | None = None, *,
+    page: int, budget: int, recent: int = 0, scale: float = 1.0, tau: float = 0.0, diagnoses: bool = False,
 ) -> Choice:  # fmt: skip
-    """Choose `budget` positions of J for every fast request: whole pages, the last one cut, by the highest bound.
+    """Choose `budget` positions of J for every fast request: whole pages, the last one cut, by the highest scores.
 
     A page's score is the largest of its bounds by the query heads of a KV head (`bounds`). The extremes of the pages
     with new keys, of every request that decodes, are computed anew, in place of `pages`, from the keys' pages, which
     hold the last `page` tokens before the new ones, too. For fast requests `position_BHS` is written, their sinks, the
     chosen positions, then -1, and `length_BH`, how many there are. Where J has no more positions, all are chosen.
-    """
-    check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, page)
-    index_BHK = position_BHS.new_full((*length_BH.shape, budget), -1)
-    for row, words, bound_HGP in _scanned(query_BHGD, key_PHND, block_table_BP, descriptor, pages, page):
-        allowed = words[step.ALLOWED_START], words[step.ALLOWED_STOP]
-        index_HK = best_pages(bound_HGP.amax(1), page, allowed, budget)
-        index_BHK[row, :, : index_HK.shape[1]] = index_HK
-        write_row(position_BHS, length_BH, row, allowed[0], index_HK)
-    return Choice(index_BHK)
 
-
-def page_scan_ahead(
-    query_BHGD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor,
-    pages: PageSummaries, last: LastStep, position_BHS: torch.Tensor, length_BH: torch.Tensor, *, page: int,
-    budget: int, recent: int, scale: float, tau: float, diagnoses: bool = False,
-) -> Choice:  # fmt: skip
-    """Choose as `page_scan` for the next step, whose window has `recent` tokens, and read what the last step chose.
-
-    A KV head is corrected, and reads its choice for this step, if the cosine of its queries with the last step's, the
-    mean over G, is below `tau`. A page's score is the mean over G of the softmax of the bounds times `scale`. Triton
+    With `last`, which is updated, the choice is for the next step, whose window has `recent` tokens, by the mean over G
+    of the softmax of the bounds times `scale`. Read is what the last step chose; but a KV head is corrected, and reads
+    its choice for this step, if the cosine of its queries with the last step's, the mean over G, is below `tau`. Triton
     leaves `index_BHK` undefined in other heads, unless `diagnoses` asks for `query_cosine` and for all heads'.
     """
-    check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, page)
-    check_last(query_BHGD, last, budget)
+    check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, last, page, budget)
     index_BHK = position_BHS.new_full((*length_BH.shape, budget), -1)
     ahead_BHK, cosine_BH = index_BHK.clone(), torch.zeros(length_BH.shape, device=length_BH.device)
-    for row, words, bound_HGP in _scanned(query_BHGD, key_PHND, block_table_BP, descriptor, pages, page):
+    for row, words in enumerate(descriptor.table_BX.tolist()):
         first, stop, length = (words[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.LENGTH))
-        score_HP, now = group_scores(bound_HGP, scale), length % 2
-        cosine_BH[row] = pooled_cosine(query_BHGD[row], last.query_B2HGD[row, 1 - now])
-        index_HK = best_pages(score_HP, page, (first, stop), budget)
-        K = index_HK.shape[1]
-        index_BHK[row, :, :K] = index_HK
-        chosen_HK = torch.where(cosine_BH[row, :, None] < tau, index_HK, last.index_B2HK[row, 1 - now, :, :K])
-        write_row(position_BHS, length_BH, row, first, chosen_HK)
-        ahead_HK = best_pages(score_HP, page, (first, max(first, length + 1 - recent)), budget)
-        ahead_BHK[row, :, : ahead_HK.shape[1]] = ahead_HK
-        last.query_B2HGD[row, now], last.index_B2HK[row, now] = query_BHGD[row], ahead_BHK[row]
-    diagnostics = {"query_cosine": cosine_BH} if diagnoses else {}
-    return Choice(index_BHK, None, diagnostics, cosine_BH < tau, ahead_BHK)
+        if words[step.MODE] < step.FAST:
+            continue
+        _renew(key_PHND, block_table_BP[row], pages, row, length - words[step.QUERIES], length, page)
+        if words[step.MODE] != step.FAST:
+            continue
+        bound_HGP = bounds(query_BHGD[row], *(part_BHPD[row, :, : -(-length // page)] for part_BHPD in pages))
+        score_HP = bound_HGP.amax(1) if last is None else group_scores(bound_HGP, scale)
+        index_HK = read_HK = best_pages(score_HP, page, (first, stop), budget)
+        index_BHK[row, :, : index_HK.shape[1]] = index_HK
+        if last is not None:
+            now, before_HK = length % 2, last.index_B2HK[row, 1 - length % 2, :, : index_HK.shape[1]]
+            cosine_BH[row] = pooled_cosine(query_BHGD[row], last.query_B2HGD[row, 1 - now])
+            read_HK = torch.where(cosine_BH[row, :, None] < tau, index_HK, before_HK)
+            next_HK = best_pages(score_HP, page, (first, max(first, length + 1 - recent)), budget)
+            ahead_BHK[row, :, : next_HK.shape[1]] = next_HK
+            last.query_B2HGD[row, now], last.index_B2HK[row, now] = query_BHGD[row], ahead_BHK[row]
+        write_row(position_BHS, length_BH, row, first, read_HK)
+    if last is None:
+        return Choice(index_BHK)
+    return Choice(index_BHK, None, {"query_cosine": cosine_BH} if diagnoses else {}, cosine_BH < tau, ahead_BHK)
+
+
+def summarize(key_HTD: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each channel's least and largest key by page, [H, P, D]; the last page may lack tokens."""
+    H, T, D = key_HTD.shape
+    full = T - T % page
+    parts = [key_HTD[:, :full].view(H, -1, page, D), key_HTD[:, None, full:]]
+    parts = [part for part in parts if part.shape[1] * part.shape[2]]
+    low, high = (torch.cat([getattr(part, end)(2) for part in parts], 1) for end in ("amin", "amax"))
+    return low, high
 
 
 def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tensor) -> torch.Tensor:
@@ -108,42 +125,29 @@ def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budg
     return position_X.view(H, K).int()
 
 
-def _scanned(
-    query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, descriptor: StepDescriptor, pages: PageSummaries,
-    page: int,
-) -> Iterator[tuple[int, list[int], torch.Tensor]]:  # fmt: skip
-    # renews extremes; yields each fast request's row, words and bounds
-    for row, words in enumerate(descriptor.table_BX.tolist()):
-        mode, length = words[step.MODE], words[step.LENGTH]
-        if mode < step.FAST:
-            continue
-        first, P = (length - words[step.QUERIES]) // page, -(-length // page)
-        new_HTD = read_pages(key, table[row], first * page, length)[0]
-        for part_BHPD, new_HPD in zip(pages, summarize(new_HTD, page), strict=True):
-            part_BHPD[row, :, first:P] = new_HPD
-        if mode == step.FAST:
-            low_HPD, high_HPD = (part_BHPD[row, :, :P] for part_BHPD in pages)
-            yield row, words, bounds(query[row], low_HPD, high_HPD)
+def _renew(
+    key: torch.Tensor, table_P: torch.Tensor, pages: PageSummaries, row: int, begin: int, length: int, page: int
+) -> None:
+    # the extremes of a request's pages with positions from `begin` on
+    first = begin // page
+    new_HTD = read_pages(key, table_P, first * page, length)[0]
+    for part_BHPD, new_HPD in zip(pages, summarize(new_HTD, page), strict=True):
+        part_BHPD[row, :, first : first + new_HPD.shape[1]] = new_HPD
 
 
 def check(
     query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, descriptor: StepDescriptor, pages: PageSummaries,
-    position: torch.Tensor, length: torch.Tensor, page: int,
+    position: torch.Tensor, length: torch.Tensor, last: LastStep | None, page: int, budget: int,
 ) -> None:  # fmt: skip
     """Raise the errors of `page_scan`."""
     names = "key PHND, query BHGD, block_table Bt, low BHXD, high BHXD, position BHS, length BH"
-    sizes: Any = {"B": descriptor.batch}
-    check_shapes(names, key, query, table, *pages, position, length, **sizes)
+    check_shapes(names, key, query, table, *pages, position, length, B=descriptor.batch)
     check_pages(query, "query", key=key)
     check_same(query, "query", low=pages.low_BHPD, high=pages.high_BHPD)
     check_int32(query.device, block_table=table, position=position, length=length)
     if page < 1:
         raise ValueError(f"page must be positive, got {page}")
-
-
-def check_last(query: torch.Tensor, last: LastStep, budget: int) -> None:
-    """Raise `ValueError` unless what the last step left fits the queries and the budget."""
-    names = "query BHGD, last query BSHGD, last index BSHK"
-    check_shapes(names, query, *last, S=2, K=budget)
-    check_same(query, "query", last_query=last.query_B2HGD)
-    check_int32(query.device, last_index=last.index_B2HK)
+    if last is not None:
+        check_shapes("query BHGD, last query BZHGD, last index BZHK", query, *last, Z=2, K=budget)
+        check_same(query, "query", last_query=last.query_B2HGD)
+        check_int32(query.device, last_index=last.index_B2HK)

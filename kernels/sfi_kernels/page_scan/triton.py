@@ -14,8 +14,7 @@ from sfi_kernels.attention_tile import check_width, padded
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, log_sum, row_start, rows
 from sfi_kernels.choice import Choice
 from sfi_kernels.launch import launch
-from sfi_kernels.page_scan.reference import check, check_last
-from sfi_kernels.page_scan.summaries import LastStep, PageSummaries
+from sfi_kernels.page_scan.reference import LastStep, PageSummaries, check
 from sfi_kernels.pages import kernel_strides
 from sfi_kernels.step_descriptor import StepDescriptor
 
@@ -228,61 +227,38 @@ def _page_choose_kernel(
 
 def page_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor,
-    pages: PageSummaries, position_BHS: torch.Tensor, length_BH: torch.Tensor, *, page: int, budget: int,
+    pages: PageSummaries, position_BHS: torch.Tensor, length_BH: torch.Tensor, last: LastStep | None = None, *,
+    page: int, budget: int, recent: int = 0, scale: float = 1.0, tau: float = 0.0, diagnoses: bool = False,
 ) -> Choice:  # fmt: skip
     """See `reference.page_scan`. D up to 256."""
-    operands = query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH
-    check(*operands, page)
-    index_BHK = position_BHS.new_empty(*length_BH.shape, budget)
-    unused = length_BH
-    _launch(*operands, (index_BHK, *[unused] * 5), page, budget, ahead=False)
-    return Choice(index_BHK)
-
-
-def page_scan_ahead(
-    query_BHGD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor,
-    pages: PageSummaries, last: LastStep, position_BHS: torch.Tensor, length_BH: torch.Tensor, *, page: int,
-    budget: int, recent: int, scale: float, tau: float, diagnoses: bool = False,
-) -> Choice:  # fmt: skip
-    """See `reference.page_scan_ahead`. D up to 256."""
-    operands = query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH
-    check(*operands, page)
-    check_last(query_BHGD, last, budget)
-    index_BHK, ahead_BHK = (position_BHS.new_empty(*length_BH.shape, budget) for _ in range(2))
-    cosine_BH = length_BH.new_empty(length_BH.shape, dtype=torch.float32)
-    corrected_BH = length_BH.new_empty(length_BH.shape, dtype=torch.bool)
-    made = index_BHK, *last, ahead_BHK, cosine_BH, corrected_BH.view(torch.uint8)
-    _launch(*operands, made, page, budget, recent, scale, tau, diagnoses, ahead=True)
-    diagnostics = {"query_cosine": cosine_BH} if diagnoses else {}
-    return Choice(index_BHK, None, diagnostics, corrected_BH, ahead_BHK)
-
-
-def _launch(
-    query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, descriptor: StepDescriptor, pages: PageSummaries,
-    position: torch.Tensor, length: torch.Tensor, made: tuple[torch.Tensor, ...], page: int, budget: int,
-    recent: int = 0, scale: float = 1.0, tau: float = 0.0, diagnoses: bool = False, *, ahead: bool,
-) -> None:  # fmt: skip
-    (B, H, G, D), P = query.shape, pages.low_BHPD.shape[2]
+    check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, last, page, budget)
+    (B, H, G, D), P, query, table = query_BHGD.shape, pages.low_BHPD.shape[2], query_BHGD.contiguous(), block_table_BP
     check_width(D)
-    chunk = CHUNK // 2 if D * key.itemsize > WIDE else CHUNK
-    chunks, query = triton.cdiv(P, chunk), query.contiguous()
-    index, *others = made
+    chunk = CHUNK // 2 if D * key_PHND.itemsize > WIDE else CHUNK
+    chunks = triton.cdiv(P, chunk)
 
-    def empty(*shape: int) -> torch.Tensor:
-        return query.new_empty(B, H, *shape, dtype=torch.float32)
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return query.new_empty(B, H, *shape, dtype=dtype)
 
-    score = empty(P)
-    logit, lse = (empty(G, P), empty(chunks, G)) if ahead else (score, score)
+    score, index_BHK = empty(P), empty(budget, dtype=torch.int32)
+    logit = lse = cosine_BH = score
+    ahead_BHK = corrected_BH = index_BHK
+    if last is not None:
+        logit, lse, cosine_BH, ahead_BHK = empty(G, P), empty(chunks, G), empty(), empty(budget, dtype=torch.int32)
+        corrected_BH = empty(dtype=torch.bool)
     common: dict[str, Any] = {
         "H": H, "G": G, "D": D, "SIZE": page, "BLOCK_G": max(HEADS, triton.next_power_of_2(G)), "BLOCK_D": padded(D),
-        "CHUNK": chunk, "AHEAD": ahead,
+        "CHUNK": chunk, "AHEAD": last is not None,
     }  # fmt: skip
     launch(
-        _page_score_kernel, (chunks, B * H), query, key, table, descriptor.table_BX, *pages, score, logit, lse,
-        float(scale), table.shape[1], P, KEY_STRIDES=kernel_strides(key, "key"), PAGE=key.shape[2], **common,
+        _page_score_kernel, (chunks, B * H), query, key_PHND, table, descriptor.table_BX, *pages, score, logit, lse,
+        float(scale), table.shape[1], P, KEY_STRIDES=kernel_strides(key_PHND, "key"), PAGE=key_PHND.shape[2], **common,
     )  # fmt: skip
     launch(
-        _page_choose_kernel, (B * H,), query, descriptor.table_BX, score, logit, lse, index, position, length,
-        *others, P, chunks, budget, position.shape[2], recent, float(tau), int(diagnoses), TILE=TILE, num_warps=8,
-        **common,
+        _page_choose_kernel, (B * H,), query, descriptor.table_BX, score, logit, lse, index_BHK, position_BHS,
+        length_BH, *(last or (query, index_BHK)), ahead_BHK, cosine_BH, corrected_BH.view(torch.uint8), P, chunks,
+        budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE, num_warps=8, **common,
     )  # fmt: skip
+    if last is None:
+        return Choice(index_BHK)
+    return Choice(index_BHK, None, {"query_cosine": cosine_BH} if diagnoses else {}, corrected_BH, ahead_BHK)

@@ -21,7 +21,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.names import engine_of_process, give_room, is_configured, layer_index
 from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
-from sfi_core.policies.base import Kept
 from sfi_core.state.layer_pages import PackedSegment
 
 Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
@@ -141,7 +140,7 @@ class PagedImpl(Mixin):
     """
 
     segment: PackedSegment | None = None
-    kept: Kept | None = None
+    kept: Any = None
     norm_X: torch.Tensor | None = None
     given = False
     supports_dcp = False

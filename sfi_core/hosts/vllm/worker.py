@@ -13,7 +13,7 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
-from sfi_core.policies.base import Kept, Policy
+from sfi_core.policies.base import Policy
 from sfi_core.state.kv_cache import PagedView
 from sfi_core.state.layer_pages import LayerPages, SegmentShape
 from sfi_core.state.request import RequestState
@@ -58,7 +58,7 @@ class BorrowedPages(PagedView):
     copy = append
 
 
-def kept_of(policy: Policy, shape: SegmentShape, slots: int, query_heads: int, longest: int) -> Kept | None:
+def kept_of(policy: Policy, shape: SegmentShape, slots: int, query_heads: int, longest: int) -> Any:
     """Allocate what a policy keeps of a layer for requests of at most `longest` tokens, if anything."""
     key, value = (
         torch.empty(0, shape.heads, 1, width, dtype=shape.dtype, device=shape.device)

@@ -24,17 +24,8 @@ from sfi_core.policies.base import BatchContext, Companion, LayerContext, Notes,
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.choice import Choice
-from sfi_kernels.code_scan import (
-    KEPT,
-    SLOTS,
-    BatchCodes,
-    CodeBasis,
-    bits_of,
-    code_scan,
-    code_tokens,
-    encode_keys,
-    words,
-)
+from sfi_kernels.code_scan import KEPT, SLOTS, BatchCodes, CodeBasis, code_scan, code_tokens, encode_keys
+from sfi_kernels.code_scan.codes import bits_of, words
 from sfi_kernels.compiled import fastest
 
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from

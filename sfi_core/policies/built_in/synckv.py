@@ -13,7 +13,6 @@ were generated since the last anticipation are read.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.machine.text import printable
-from sfi_core.policies.base import Companion, Evidence, EvidencePolicy, LayerContext, Selection
+from sfi_core.policies.base import Companion, Evidence, EvidencePolicy, Kept, LayerContext, Selection
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
@@ -109,29 +108,6 @@ class HeadClusters(BaseModel):
             raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {got}")
 
 
-@dataclass(frozen=True, slots=True)
-class StaticSets:
-    """The static sets of a layer's representatives, for all rows, [B, R, K] int32, ascending, padded with -1."""
-
-    index_BRK: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """See `Kept`."""
-        return self.index_BRK.nbytes
-
-    def of(self, rows: slice) -> Self:
-        """See `Kept`."""
-        return type(self)(self.index_BRK[rows])
-
-    def grown(self, capacity: int) -> Self:
-        """See `Kept`."""
-        return self
-
-    def rewind(self, row: int, length: int) -> None:
-        """Do nothing: the policy drafts nothing."""
-
-
 class SyncKV(Companion, EvidencePolicy):
     """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
@@ -178,12 +154,10 @@ class SyncKV(Companion, EvidencePolicy):
         """Keep the representatives' keys and values on the device too (Sec. 4.2)."""
         return super().resident(layer, heads) or self._representatives(layer, heads)
 
-    def keeps(
-        self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
-    ) -> StaticSets:
-        """See `Companion`."""
+    def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Kept:
+        """Keep the static sets of the representatives, ascending, padded with -1: [B, R, K], R of at most H."""
         shape = rows, key_PHND.shape[1], self.config.budget - self.dynamic
-        return StaticSets(key_PHND.new_full(shape, -1, dtype=torch.int32))
+        return Kept((key_PHND.new_full(shape, -1, dtype=torch.int32),))
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the static sets."""
@@ -209,7 +183,7 @@ class SyncKV(Companion, EvidencePolicy):
     def _keep_static(self, context: LayerContext, score_BRT: torch.Tensor) -> None:
         # of a prompt: the best static share of its candidates
         for kept, score_RT in zip(context.kept, score_BRT, strict=True):
-            static_RK = kept.index_BRK[0, : len(score_RT)].fill_(-1)
+            static_RK = kept.parts[0][0, : len(score_RT)].fill_(-1)
             if room := static_RK.shape[1]:
                 best_RK = top_k.on(context.backend)(score_RT[None], room)[0]
                 static_RK[:, : best_RK.shape[1]] = best_RK
@@ -218,7 +192,8 @@ class SyncKV(Companion, EvidencePolicy):
         # scores by which the static set comes first
         assert context.request_B is not None, "the engine says which rows"
         R, T = score_BRT.shape[1:]
-        static_BRK = context.all_kept.index_BRK[context.request_B.clamp_min(0).long(), :R].long()
+        (all_BRK,) = context.all_kept.parts
+        static_BRK = all_BRK[context.request_B.clamp_min(0).long(), :R].long()
         spare_BRT = torch.nn.functional.pad(score_BRT, (0, 1))  # index -1 lands in the added column
         spare_BRT = spare_BRT.scatter(2, static_BRK % (T + 1), STATIC_SCORE)
         return spare_BRT[..., :T].contiguous()

@@ -156,11 +156,11 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     prompt learns its first basis; the first one learns its own again before the fourth."""
     learned = []
 
-    def learn(run, layers, *about) -> None:
+    def learn(run, *about) -> None:
         with recorder.refusing(Tape(host=True)) as tape:
-            prepare_layers(run, layers, *about)
+            prepare_layers(run, *about)
         if tape.played:
-            learned.append((layers, recorder.plays))
+            learned.append((sorted(run.kept), recorder.plays))
 
     monkeypatch.setattr(steps, "prepare_layers", learn)
     monkeypatch.setattr(codescan, "RELEARN", 3)
