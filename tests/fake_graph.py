@@ -22,7 +22,7 @@ from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.pack import append, pack
 from sfi_kernels.pack.reference import packed_positions
 from sfi_kernels.selector import formulas, selector
-from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MODE, PACKED, QUERIES, START
+from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MIXED, MODE, PACKED, QUERIES, START
 from sfi_kernels.top_k import top_k
 from sfi_kernels.top_k.reference import without_wait
 
@@ -152,7 +152,8 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pack.__dict__, "triton", pack_by_masks)
     monkeypatch.setitem(split_plan.__dict__, "triton", lambda *_: None)  # nobody reads the work then
     monkeypatch.setattr(formulas, "by_numpy", lambda _: False)
-    for op in (dense_attention, selector, window_logits):
+    monkeypatch.setitem(window_logits.__dict__, "triton", whole_logits)
+    for op in (dense_attention, selector):
         monkeypatch.setitem(op.__dict__, "triton", op.reference)
     monkeypatch.setitem(
         top_k.__dict__, "triton", lambda score, budget: without_wait(score, min(budget, score.shape[2]))
@@ -173,6 +174,18 @@ def append_few(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, nor
         for pages, new in zip((key_PHND, value_PHNE, norm_PHN), news, strict=True):
             has = (order >= 0).view(-1, *[1] * (new.dim() - 1))
             pages[page, :, place] = torch.where(has, new, pages[page, :, place])
+
+
+def whole_logits(query_BHGWD, key_PHND, table_BP, length_B, *, scale, soft_cap=None, longest=None):
+    """Compute one query's logits with every page, or a window's as the reference does."""
+    if query_BHGWD.shape[3] > 1:
+        return window_logits.reference(query_BHGWD, key_PHND, table_BP, length_B, scale=scale, longest=longest)
+    assert soft_cap is None
+    key_BHTD = key_PHND[table_BP.long()].transpose(1, 2).flatten(2, 3)[:, :, :longest]
+    behind_BT = torch.arange(key_BHTD.shape[2]) >= length_B[:, None]
+    key_BHTD = key_BHTD.masked_fill(behind_BT[:, None, :, None], 0.0)
+    logits = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, key_BHTD) * scale
+    return logits.masked_fill(behind_BT[:, None, None, None], torch.nan)  # undefined
 
 
 def pack_by_masks(
@@ -200,7 +213,6 @@ def whole_attention(
     pseudo=None, position_BHS=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
-    assert dense_BH is None
 
     def capped(logits):
         return logits * scale if soft_cap is None else soft_cap * torch.tanh(logits * scale / soft_cap)
@@ -213,9 +225,15 @@ def whole_attention(
     place_T, place_S = torch.arange(key.shape[2]), torch.arange(packed_key_BHSD.shape[2])
     last_BW = words[:, LENGTH, None] - torch.arange(W, 0, -1)  # the token of each query
     own_BW = (words[:, LENGTH, None] - last_BW <= words[:, QUERIES, None]) & (words[:, MODE, None] != IDLE)
-    paged = (place_T >= words[:, START, None, None]) & (place_T <= last_BW[..., None])  # [B, W, T]
-    packed = place_S < torch.minimum(packed_length_BH, words[:, PACKED, None])[..., None]
-    packed_BHWS, paged_BHWT = packed[:, :, None].expand(-1, -1, W, -1), paged[:, None].expand(-1, key.shape[1], -1, -1)
+    start_BH, most_BH = (words[:, word, None].expand_as(packed_length_BH) for word in (START, PACKED))
+    sparse_BH = torch.zeros_like(packed_length_BH, dtype=torch.bool)
+    if dense_BH is not None:  # the other heads of a mixed request
+        sparse_BH = (words[:, MIXED, None] != 0) & (dense_BH == 0)
+        start_BH = torch.where(sparse_BH, words[:, MIXED, None] - 1, start_BH)
+        most_BH = torch.where(sparse_BH, packed_length_BH, most_BH)
+    paged_BHWT = (place_T >= start_BH[:, :, None, None]) & (place_T <= last_BW[:, None, :, None])
+    packed = place_S < torch.minimum(packed_length_BH, most_BH)[..., None]
+    packed_BHWS = packed[:, :, None].expand(-1, -1, W, -1)
     seen = torch.cat([packed_BHWS, paged_BHWT], 3) & own_BW[:, None, :, None]
     keys, values = torch.cat([packed_key_BHSD, key], 2), torch.cat([packed_value_BHSE, value], 2)
     keys, values = (torch.where(seen.any(2)[..., None], x, 0.0) for x in (keys, values))
@@ -239,7 +257,7 @@ def whole_attention(
     place = torch.arange(logits_R.shape[-1])
     allowed = (place >= sink[:, None]) & (place < start[:, None])
     sums = logits_R.masked_fill(~allowed[:, None, None, None], -torch.inf).logsumexp(-1)
-    kept = (place < length[:, None])[:, None, None, None]
+    kept = (place < length[:, None])[:, None, None, None] & ~sparse_BH[rows][:, :, None, None, None]
     logits_R = torch.where(kept, logits_R, torch.nan)  # undefined
     if into is not None:
         logits_R = into[: logits_R.numel()].view(logits_R.shape).copy_(logits_R)

@@ -9,7 +9,7 @@ import torch
 from sfi_core.policies.base import BatchContext, LayerContext, Policy, Selection, Triggered
 from sfi_core.policies.built_in.codescan import CodeScan
 from sfi_core.policies.built_in.sfi import SFI
-from sfi_kernels.code_scan import Choice
+from sfi_kernels.choice import Choice
 
 PAGE = 16  # tokens
 SINKS = 4
@@ -102,9 +102,9 @@ class OtherCodes(CodeScan):
 
     def choose(self, batch: BatchContext) -> Choice | None:
         """See `Policy.choose`."""
-        codes = batch.codes
+        codes = batch.kept
         theirs = codes._replace(word_BHWT=codes.word_BHWT.roll(1, 0))
-        made = super().choose(replace(batch, codes=theirs))
+        made = super().choose(replace(batch, kept=theirs))
         codes.word_BHWT.copy_(theirs.word_BHWT.roll(-1, 0))
         return made
 

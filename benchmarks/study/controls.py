@@ -1,21 +1,26 @@
 """Controls that take `sfi` apart: who chooses the selected memory, and when."""
 
-from sfi_core.policies.base import Policy
+from sfi_core.policies.base import BatchContext, Companion, Policy
 from sfi_core.policies.built_in.oracle_top_k import OracleTopK
 from sfi_core.policies.built_in.sfi import SFI
+from sfi_kernels.choice import Choice
 
 
 class BestAtSlowSteps(SFI):
     """`sfi` whose slow steps select the positions with the most attention in that step, in place of the Selector's."""
 
-    select_after = OracleTopK.select_before
+    select_after = OracleTopK.most_attended
 
 
-class SelectorAtEveryStep(SFI):
+class SelectorAtEveryStep(Companion, SFI):
     """The Selector of `sfi` at every step, from the step's own query; it reads every key for that."""
 
     select_after = Policy.select_after
-    select_before = SFI.select_after
+
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """See `Companion`."""
+        return batch.read(SFI.select_after(self, batch.evidence())) if batch.fast else None
+
     selection_tokens = OracleTopK.selection_tokens
 
 

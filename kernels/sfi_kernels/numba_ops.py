@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.nn.functional import linear
 
+from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import reference as scanning
-from sfi_kernels.code_scan.codes import KEPT, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.code_scan.codes import KEPT, BatchCodes, CodeBasis, words
 from sfi_kernels.compiled import KINDS, NO_PAGES, by_heads, check_readable, pages_of, plain
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.dense_attention import reference as dense

@@ -27,6 +27,7 @@ from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import append, pack, recall
+from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step
@@ -177,6 +178,8 @@ def _attention_runs(
     for kind, options in kinds.items():
         yield f"{label}, {kind}", partial(case.decode, **options)
     yield label, case.choose
+    yield f"{name}, D={D}, G={G}", case.choose_pages
+    yield f"{name}, D={D}, G={G}, ahead", partial(case.choose_pages, ahead=True)
     for queries in VERIFIED:
         yield f"{label}, {queries} queries", partial(case.decode, slow=True, queries=queries)
     yield label, case.prompt
@@ -245,6 +248,17 @@ class Case:
                 self.query[:, :, :, 0], self.key, self.value, self.table, described, codes, self.position,
                 self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
             )  # fmt: skip
+
+    def choose_pages(self, *, ahead: bool = False) -> None:
+        """Choose pages for a batch by the bounds of their keys, for this step or for the next."""
+        (_, _, G, _, D), page, budget = self.query.shape, 32, S - 4
+        step = describe_step([StepRequest(mode=FAST, **NUMBERS)] * 2, 0, self.query.device)
+        pages = PageSummaries(*self.key.new_empty(2, 2, H, PAGES * PAGE // page, D))
+        last = LastStep(self.key.new_empty(2, 2, H, G, D), self.position.new_empty(2, 2, H, budget))
+        page_scan.triton(
+            self.query[:, :, :, 0], self.key, self.table, step, pages, self.position, self.length_BH,
+            last if ahead else None, page=page, budget=budget,
+        )  # fmt: skip
 
     def code(self) -> None:
         """Code the keys of a piece of a prompt."""

@@ -90,6 +90,11 @@ class StepDescriptor:
         return self._list(2, self.batch)
 
     @property
+    def sink_B(self) -> torch.Tensor:
+        """Sink tokens."""
+        return self.table_BX[:, SINK]
+
+    @property
     def recent_start_B(self) -> torch.Tensor:
         """First position of the recent segment."""
         return self.table_BX[:, ALLOWED_STOP]

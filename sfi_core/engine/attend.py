@@ -6,7 +6,6 @@ The PyTorch backend, and tokens in host memory, go request by request (`by_reque
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
 from sfi_kernels.launch import KernelLimitError, check_device
 from sfi_kernels.partial_attention import PseudoToken
-from sfi_kernels.step_descriptor import StepDescriptor, sent
+from sfi_kernels.step_descriptor import MODE, StepDescriptor
 
 
 def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -76,26 +75,28 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
                 policy.select_after(replace(context, states=(before,)))
 
 
-def prepare_layers(run: Run, layers: Sequence[int], rows: Sequence[int], states: Sequence[RequestState]) -> None:
-    """Do as `prepare` in layers that have codes, unless the first lacks nothing: all lack it at the same step."""
+def prepare_layers(run: Run, rows: Sequence[int], states: Sequence[RequestState]) -> None:
+    """Do as `prepare` in layers that keep something, unless the first lacks nothing: all lack it at the same step."""
+    layers = sorted(run.kept)
     before = (replace(states[row], length=states[row].length - 1) for row in rows)
     lacks = run.policy.companion.lacks
     if layers and any(lacks(state, run.notes[state.request, layers[0]]) for state in before):
         for index in layers:
-            group = run.batch_codes[index].recent_BHXGD.shape[3]
-            prepare(Layer(run, index, **run.options[index]), group, rows, states)
+            prepare(Layer(run, index, **run.options[index]), run.groups[index], rows, states)
 
 
 def read(
-    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor, *, dense_BH: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None,
-) -> DecodeAttention:  # fmt: skip
+    layer: Layer, step: StepDescriptor, query_BHGTD: torch.Tensor, *, pseudo: PseudoToken | None = None
+) -> DecodeAttention:
     """Attend with the decoding requests, and write the evidence of slow ones to a buffer: the device half.
 
-    A request that verifies has several tokens, of which the last one's logits are the evidence. `dense_BH`, int32,
-    marks the KV heads that read everything, if the policy mixes heads.
+    A request that verifies has several tokens, of which the last one's logits are the evidence. If the policy mixes
+    heads, some KV heads read everything, the others the packed memory and the recent tokens.
     """
-    run, segment, into = layer.run, layer.run.segment(layer.index), None
+    run, segment, into, dense_BH = layer.run, layer.run.segment(layer.index), None, None
+    if run.policy.mixes_heads and not layer.left_dense:
+        dense_XH = run.dense_heads_of(layer.index, query_BHGTD.shape[1])
+        dense_BH = dense_XH.index_select(0, step.table_BX[:, MODE])
     if step.slow_rows and run.policy.refreshes() and not layer.left_dense:
         numbers = step.slow_rows * query_BHGTD.shape[1:3].numel() * run.store.capacity
         into = run.maintenance.room(numbers, query_BHGTD.device)
@@ -107,8 +108,11 @@ def read(
     )  # fmt: skip
 
 
-def count_attention(run: Run, step: StepDescriptor) -> None:
+def count_attention(run: Run, step: StepDescriptor, layer: int) -> None:
     """Count a layer's attention calls."""
+    if run.policy.mixes_heads and layer not in run.policy.config.dense_layers:
+        run.meter.count("triton.mixed_attention", len(step.slow) + len(step.fast))
+        return
     run.meter.count("triton.dense_attention", len(step.slow))
     run.meter.count("triton.sparse_attention", len(step.fast))
 
@@ -136,34 +140,23 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     mixes = policy.mixes_heads and not layer.left_dense
     if layer.chooses:
         pseudo = select.choose_and_note(layer, step, last_BHG1D)
-    elif policy.selects_before and step.fast and not mixes:
-        select.select_before(layer, step.fast, _of(layer, step.fast, last_BHG1D))
     if mixes:
+        for row in (*layer.batch_pass.slow, *layer.batch_pass.fast):
+            slow = run.requests[row].slow
+            layer.dense_heads[row] = policy.companion.dense_heads(layer.index, query_BHGTD.shape[1], slow=slow)
         with run.observer.span("attention.heads", layer.index):
-            result = read(layer, step, last_BHG1D, dense_BH=_dense_heads(layer, last_BHG1D))
-        run.meter.count("triton.mixed_attention", len(step.slow) + len(step.fast))
+            result = read(layer, step, query_BHGTD)
+        count_attention(run, step, layer.index)
     else:
         kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
         moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
         with run.observer.span(f"attention.{kind}", layer.index, moved):
             result = read(layer, step, query_BHGTD, pseudo=pseudo)
-        count_attention(run, step)
+        count_attention(run, step, layer.index)
     if result.logits_BHGWT is not None:
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
         select.hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)
-    if policy.selects_next and step.fast and not mixes:
-        query = _of(layer, step.fast, last_BHG1D)
-        layer.later.append(partial(select.select_next, layer, step.fast, query))
     return result.out_BHGWE
-
-
-def _dense_heads(layer: Layer, query_BHG1D: torch.Tensor) -> torch.Tensor:
-    # some KV heads read everything, the others the packed memory and the recent tokens
-    run, (B, H) = layer.run, query_BHG1D.shape[:2]
-    for row in (*layer.batch_pass.slow, *layer.batch_pass.fast):
-        layer.dense_heads[row] = run.policy.companion.dense_heads(run.requests[row], layer.index, H)
-    dense = [[int(h in layer.dense_heads.get(row, ())) for h in range(H)] for row in range(B)]
-    return sent(torch.tensor(dense, dtype=torch.int32), query_BHG1D.device)
 
 
 def _of(layer: Layer, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:

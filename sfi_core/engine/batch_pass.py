@@ -62,6 +62,14 @@ class Rows:
         allowed_RT = allowed_positions(step.longest, sink_R, start_R)
         return cls((), request_R, sink_R, length_R, table_RP, allowed_RT, step.longest, sink)
 
+    @classmethod
+    def of_all(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor, longest: int) -> Self:
+        """Make the rows of all requests likewise; J is empty in idle ones."""
+        sink_B, start_B = step.sink_B.contiguous(), step.recent_start_B.contiguous()
+        request_B = torch.arange(step.batch, dtype=torch.int32, device=table_BP.device)
+        allowed_BT = allowed_positions(longest, sink_B, start_B)
+        return cls((), request_B, sink_B, step.length_B, table_BP, allowed_BT, longest, sink)
+
 
 def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor) -> torch.Tensor:
     """Return the candidate sets J: all but the sink and recent tokens (Eq. 2): [B, T] bool, T of the longest."""
@@ -156,7 +164,7 @@ def known_requests(passes: Sequence[RequestPass], states: Sequence[RequestState]
 
 def _step_request(request: RequestPass, state: RequestState, policy: Policy, *, dense: bool) -> StepRequest:
     sink, packed = state.sink(policy.config.sink), state.packed_tokens
-    if policy.selects_before:  # the step's own selection may be larger than the last one
+    if policy.chooses:  # the step's own selection may be larger than the last one
         packed = sink + min(policy.config.budget, max(0, state.recent_start - sink))
     mixed = policy.mixes_heads and not dense
     return StepRequest(

@@ -1,13 +1,12 @@
 """Attention of a layer in PyTorch, the reference: requests run one by one; neighbors that decode fast share calls."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import TypeVar
 
 import torch
 
 from sfi_core.engine.layer import Layer
-from sfi_core.engine.select import Handed, choose_and_note, hand_over, select_before, select_next
+from sfi_core.engine.select import Handed, choose_and_note, hand_over
 from sfi_kernels.compiled import fastest
 from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.partial_attention import PseudoToken
@@ -40,12 +39,7 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken 
     if policy.mixes_heads and not layer.left_dense:
         return _mixed(layer, rows, query)
     if kind == FAST and not layer.left_dense:
-        if policy.selects_before and not layer.chooses:
-            select_before(layer, (row,), query)
-        out = _sparse(layer, rows, query, pseudo=pseudo)
-        if policy.selects_next:
-            layer.later.append(partial(select_next, layer, (row,), query))
-        return out
+        return _sparse(layer, rows, query, pseudo=pseudo)
     if layer.left_dense or not policy.refreshes():
         return _whole(layer, row, query, layer.verify)
     # the attention also returns the evidence's logits, which saves a pass over the keys
@@ -57,8 +51,7 @@ def _attend(layer: Layer, rows: slice, query: torch.Tensor, pseudo: PseudoToken 
 def _alike(layer: Layer) -> list[slice]:
     # single rows, and ranges of neighbors that only attend sparsely
     policy, parts, last = layer.run.policy, list[slice](), IDLE
-    selects = (policy.selects_before or policy.selects_next) and not layer.chooses
-    shares = not (layer.left_dense or selects or policy.mixes_heads)
+    shares = not (layer.left_dense or policy.mixes_heads)
     for row, request in enumerate(layer.batch_pass.passes):
         if shares and request.kind == last == FAST:
             parts[-1] = slice(parts[-1].start, row + 1)
@@ -80,7 +73,7 @@ def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     # some KV heads read everything, the others the packed memory and the recent tokens; a slow step then selects anew
     run, row, logits = layer.run, rows.start, None
     state = run.requests[row]
-    heads = layer.dense_heads[row] = run.policy.companion.dense_heads(state, layer.index, query.shape[1])
+    heads = layer.dense_heads[row] = run.policy.companion.dense_heads(layer.index, query.shape[1], slow=state.slow)
     out = _sparse(layer, rows, query, "mixed_attention")
     if heads:
         with run.observer.span("attention.heads", layer.index):

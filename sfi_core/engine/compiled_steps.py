@@ -67,7 +67,8 @@ class CompiledSteps:
         self._run, self._model, self._threads = run, model, min(threads, CORES)
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
         policy = run.policy
-        self._attends = not policy.selects or policy.chooses or isinstance(policy, EvidencePolicy)
+        alone = policy.coded or (isinstance(policy, EvidencePolicy) and not policy.mixes_heads)
+        self._attends = alone or not policy.selects
         self._step_X[Step.PART] = PART if self._attends else np.iinfo(np.int64).max
         self._real_X[Real.REST] = policy.config.codescan.rest
         self._layers = [layer for layer in range(len(self._layer_LX)) if layer not in windows.layers]
@@ -113,15 +114,15 @@ class CompiledSteps:
         run, group = self._run, int(self._step_X[Step.GROUP])
         run.store.grow(run.batch_pass.longest)
         run.layers.update(self._layers)
-        if run.policy.chooses:
+        if run.policy.coded:
             run.policy.key_width = int(self._step_X[Step.WIDTH])
             for index in self._sparse:
-                run.codes(index, group)
-            prepare_layers(run, self._sparse, run.batch_pass.fast, run.requests)
+                run.keep(index, group)
+            prepare_layers(run, run.batch_pass.fast, run.requests)
         tensors = [run.store.pages(index).key_PHND for index in self._layers]
         if self._attends and (run.policy.selects or run.batch_pass.fast):
             tensors += [run.segment(index).position_BHS for index in self._sparse]
-        tensors += [run.batch_codes[index].word_BHWT for index in self._sparse if run.policy.chooses]
+        tensors += [run.kept[index].word_BHWT for index in self._sparse if run.policy.coded]
         if len(tensors) != len(self._known) or any(a is not b for a, b in zip(tensors, self._known, strict=True)):
             self._known = tensors
             self._locate()
@@ -137,12 +138,12 @@ class CompiledSteps:
             where = [Word.PACKED_KEYS, Word.PACKED_VALUES, Word.POSITIONS, Word.LENGTHS]
             table_LX[index, where] = [x.data_ptr() for x in segment.tensors]
             table_LX[index, Word.ROWS] = segment.position_BHS.shape[2]
-            if run.policy.chooses:
-                codes = run.batch_codes[index]
+            if run.policy.coded:
+                codes = run.kept[index]
                 table_LX[index, Word.CODE_MEAN : Word.CODE_RECENT + 1] = [x.data_ptr() for x in codes]
                 table_LX[index, Word.CODED] = codes.word_BHWT.shape[3]
-        if run.policy.chooses and self._sparse:
-            codes = run.batch_codes[self._sparse[0]]
+        if run.policy.coded and self._sparse:
+            codes = run.kept[self._sparse[0]]
             self._step_X[Step.WORDS] = codes.word_BHWT.shape[2]
             self._step_X[Step.BUDGET] = min(run.policy.config.budget, codes.word_BHWT.shape[3])
 
@@ -157,7 +158,7 @@ class CompiledSteps:
         step[where] = [tensor.data_ptr() for tensor in held]
         self._make_room(len(ids), max(map(len, tokens)))
         policy, slow = run.policy, run.batch_pass.slow
-        step[Step.IN_PLACE], step[Step.CHOOSES] = run.in_place, policy.chooses
+        step[Step.IN_PLACE], step[Step.CHOOSES] = run.in_place, policy.coded
         step[Step.DIAGNOSES] = SelectionEvent in run.observer.wants
         last = len(self._layer_LX) * STAGES + 1
         self._windows.locate(self._layer_LX, run.batch_pass.longest)
@@ -168,7 +169,7 @@ class CompiledSteps:
             self._call(0, last)
         else:
             self._with_evidence(last)
-        if policy.chooses and run.batch_pass.fast:
+        if policy.coded and run.batch_pass.fast:
             self._note_choices()
         self._count()
         with one_thread(wanted=True):
@@ -227,7 +228,7 @@ class CompiledSteps:
             slow, fast = len(run.batch_pass.slow), len(run.batch_pass.fast)
             run.meter.count("numba.dense_attention", slow * layers + fast * (layers - sparse))
             run.meter.count("numba.sparse_attention", fast * sparse)
-            run.meter.count("numba.code_scan", fast * sparse * run.policy.chooses)
+            run.meter.count("numba.code_scan", fast * sparse * run.policy.coded)
 
     def _make_room(self, X: int, most: int) -> None:
         # buffers for X tokens, `most` of a request; kept from step to step
@@ -242,7 +243,7 @@ class CompiledSteps:
         self._room = X, most, int(step[Step.BUDGET])
         sizes = (Step.HIDDEN, Step.HEADS, Step.GROUP, Step.WIDTH, Step.INNER)
         hidden, H, G, D, M = (int(step[size]) for size in sizes)
-        items, K = B * H * 2 * self._threads, int(step[Step.BUDGET]) if run.policy.chooses else 0
+        items, K = B * H * 2 * self._threads, int(step[Step.BUDGET]) if run.policy.coded else 0
         L, audited = len(self._layer_LX), run.audit is not None
         shapes: dict[str, tuple[Any, tuple[int, ...], torch.dtype]] = {
             "sync": (Step.SYNC, (TICKETS + L * STAGES + 1,), torch.int64),

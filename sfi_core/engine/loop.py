@@ -148,7 +148,7 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
         attend=None,
         left=[],
         segments={layer: run.segment(layer).row(row) for layer in packed},
-        batch_codes={layer: codes.of(only) for layer, codes in run.batch_codes.items()},
+        kept={layer: kept.of(only) for layer, kept in run.kept.items()},
         recorded=True,
         _batch_pass=None,
     )

@@ -168,14 +168,11 @@ class Drafts:
         state.step -= state.drafted
         state.length -= state.drafted
         del state.tokens[len(state.tokens) - state.drafted :]
-        if state.drafted > self.run.policy.config.recent:  # sums of values begin anew where they include what is gone
+        if state.drafted > self.run.policy.config.recent:  # positions beyond J
             row = self.run.requests.index(state)
-            for codes in self.run.batch_codes.values():
-                codes.summed_BH[row].masked_fill_(codes.summed_BH[row] > state.length, 0)
+            for kept in self.run.kept.values():
+                kept.rewind(row, state.length)
         state.drafted = 0
-        for (request, _), note in self.run.notes.items():
-            if request == state.request:
-                self.run.policy.rewind(note, state.length)
 
     def _drafted(self, state: RequestState, token: int, logits_V: torch.Tensor) -> None:
         run = self.run
@@ -215,10 +212,10 @@ class Drafts:
         run, drafted = self.run, len(block.drafted)
         steps = self._steps.pop(state.request, [])
         selects = run.policy.refreshes() and state.fresh
-        if state.fresh and not run.policy.selects_before:
+        if state.fresh and not run.policy.chooses:
             self._observer.settle(state.request, state.step)
         else:  # where each fast step made its own selection, those of accepted tokens
-            self._observer.keep(state.request, state.step if run.policy.selects_before else 0)
+            self._observer.keep(state.request, state.step if run.policy.chooses else 0)
         event = VerificationEvent(
             request=state.request, step=state.step, batch_step=run.step, base=state.length - verified - 1,
             drafted=drafted, accepted=verified, reason=state.reason,

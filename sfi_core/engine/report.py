@@ -140,10 +140,10 @@ class TierReport:
         store.side.join()  # recalls for a next step may be under way
         segments = sum(segment.nbytes for segment in run.segments.values())
         notes = sum(map(_nbytes, run.notes.values()))
-        codes = sum(part.nbytes for codes in run.batch_codes.values() for part in codes)
+        kept = sum(kept.nbytes for kept in run.kept.values())
         recalled = meter.recalled_bytes
         return cls(
-            device_bytes=store.device_bytes + segments + notes + codes,
+            device_bytes=store.device_bytes + segments + notes + kept,
             allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.host_bytes), host_bytes=store.host_bytes,
             offloaded_bytes=store.stream.offloaded_bytes, streamed_bytes=store.stream.copied_bytes,
             recalled_bytes=recalled, recalled_bytes_per_step=recalled / max(1, run.step),

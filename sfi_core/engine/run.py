@@ -20,15 +20,10 @@ from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, PackedSegment
 from sfi_core.state.request import RequestState
-from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.launch import counting
+from sfi_kernels.step_descriptor import SLOW, sent
 
 CPU = torch.device("cpu")
-
-
-def reads_in_place(policy: Policy | type[Policy], backend: str) -> bool:
-    """Say whether fast steps read selected rows in a whole cache's pages, as policies do that select at every step."""
-    return policy.chooses if backend == "triton" else policy.selects_before and not policy.selects_next
 
 
 @dataclass(slots=True)
@@ -43,7 +38,8 @@ class Run:
         requests: The state of each row's request.
         left: The states of ended requests whose row another request has taken.
         step: The batch's step; -1 before step 0.
-        batch_codes: The codes of all rows' keys by layer, if the policy chooses for whole batches.
+        kept: What the policy keeps of all rows by layer (`Companion.keeps`), whose KV heads have `groups` query heads.
+        dense_heads: By layer which KV heads are dense in which mode of a request, [4, H] int32, if the policy mixes.
         layers: Full-attention layers that have run so far; `options` are their `Layer.options`.
         late: By layer the new keys and values that the choice of this pass will append.
         notes: The policy's own notes, by request (not row) and layer.
@@ -66,7 +62,9 @@ class Run:
     left: list[RequestState] = field(default_factory=list)
     step: int = -1
     segments: dict[int, PackedSegment] = field(default_factory=dict)
-    batch_codes: dict[int, BatchCodes] = field(default_factory=dict)
+    kept: dict[int, Any] = field(default_factory=dict)
+    groups: dict[int, int] = field(default_factory=dict)
+    dense_heads: dict[int, torch.Tensor] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -149,13 +147,13 @@ class Run:
         self._batch_pass = BatchPass(passes, start, *described)
 
     def append(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> LayerPages:
-        """Write the pass's new keys and values of a layer to the store, or leave that to the choice's launch."""
+        """Write the pass's new keys and values of a layer to the store, or leave that to a `coded` policy's choice."""
         store, batch_pass, step = self.store, self.batch_pass, self.batch_pass.descriptor
         store.grow(batch_pass.longest)
         self.layers.add(layer)
-        chooses = self.policy.chooses and layer not in self.policy.config.dense_layers
+        coded = self.policy.coded and layer not in self.policy.config.dense_layers
         decodes = batch_pass.decodes and not batch_pass.prompts
-        if chooses and decodes and store.backend == "triton" and store.whole_on_device:
+        if coded and decodes and store.backend == "triton" and store.whole_on_device:
             self.late[layer] = key_BHTD, value_BHTE
             return store.pages(layer)
         appended = step.append_start_B, step.append_count_B, batch_pass.start, batch_pass.count
@@ -239,19 +237,30 @@ class Run:
 
     @property
     def in_place(self) -> bool:
-        """Whether fast steps read as `reads_in_place` says; not with host memory."""
-        return self.store.whole_on_device and reads_in_place(self.policy, self.store.backend)
+        """Whether fast steps read rows in the pages, as policies do that choose at every step; not with host memory."""
+        return self.store.whole_on_device and self.policy.chooses
 
-    def codes(self, layer: int, group: int) -> BatchCodes:
-        """Return the codes of all rows' keys in a layer, with the store's room; a KV head has `group` query heads."""
-        capacity, codes = self.store.capacity, self.batch_codes.get(layer)
-        if codes is None:
-            pages = self.store.pages(layer)
-            codes = BatchCodes.empty(self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity)
-        elif codes.word_BHWT.shape[3] < capacity:
-            codes = codes.grown(capacity)
-        self.batch_codes[layer] = codes
-        return codes
+    def keep(self, layer: int, group: int) -> Any:
+        """Return what the policy keeps of all rows in a layer, with the store's room, if anything.
+
+        A KV head has `group` query heads.
+        """
+        capacity, kept = self.store.capacity, self.kept.get(layer)
+        if kept is None and self.policy.has_kept:
+            pages, self.groups[layer] = self.store.pages(layer), group
+            sizes = self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity
+            kept = self.policy.companion.keeps(*sizes)
+        if kept is not None:
+            kept = self.kept[layer] = kept.grown(capacity)
+        return kept
+
+    def dense_heads_of(self, layer: int, heads: int) -> torch.Tensor:
+        """Return which of a layer's KV heads are dense in each mode of `step_descriptor`, [4, H] int32."""
+        if layer not in self.dense_heads:
+            kinds = [self.policy.companion.dense_heads(layer, heads, slow=mode == SLOW) for mode in range(SLOW + 1)]
+            marks = torch.tensor([[int(head in dense) for head in range(heads)] for dense in kinds], dtype=torch.int32)
+            self.dense_heads[layer] = sent(marks, self.device)
+        return self.dense_heads[layer]
 
     def reads(self, state: RequestState) -> Reads:
         """Count what a request's step reads."""
@@ -262,7 +271,7 @@ class Run:
         shares = 0.0
         for layer in others:
             heads = self.store.pages(layer).key_PHND.shape[1]
-            shares += len(self.policy.companion.dense_heads(state, layer, heads)) / heads
+            shares += len(self.policy.companion.dense_heads(layer, heads, slow=state.slow)) / heads
         return Reads.of(state, self.policy, len(self.layers), dense, shares)
 
     def rows(self, rows: tuple[int, ...]) -> Rows:

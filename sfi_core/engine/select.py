@@ -20,6 +20,7 @@ from sfi_core.observers.observer import SPANS
 from sfi_core.policies.base import BatchContext, Evidence, EvidencePolicy, LayerContext, Selection
 from sfi_core.state.kv_store import Recall
 from sfi_kernels.compiled import fastest
+from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.pack import pack_layers
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
@@ -88,9 +89,12 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
 
 
 def choose(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor
-) -> tuple[Selection | None, PseudoToken | None]:
-    """Let the policy choose what the fast requests read; return the choice of all rows: the device half."""
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int
+) -> tuple[list[Selection], PseudoToken | None]:
+    """Let the policy choose what the fast requests read; return what it chose for all rows: the device half.
+
+    `longest` bounds the requests' tokens. A choice for the next step comes second.
+    """
     run, segment = layer.run, layer.run.segment(layer.index)
     late = run.late.pop(layer.index, None)
     if late is not None:
@@ -101,44 +105,60 @@ def choose(
     batch = BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
         query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
-        block_table_BP=run.store.block_table_BP, descriptor=step,
-        codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=position_BHS,
+        block_table_BP=run.store.block_table_BP, descriptor=step, position_BHS=position_BHS,
         length_BH=length_BH, scale=layer.logit_options["scale"],
+        evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest),
+        kept=run.keep(layer.index, query_BHG1D.shape[2]),
     )  # fmt: skip
     choice = run.policy.companion.choose(batch)
     if choice is None:
-        return None, None
-    return Selection(choice.index_BHK, choice.diagnostics), choice.pseudo
+        return [], None
+    if choice.ahead_BHK is None:
+        return [Selection(choice.index_BHK, choice.diagnostics)], choice.pseudo
+    corrected = Selection(choice.index_BHK, choice.diagnostics, choice.corrected_BH, reason="correction")
+    return [corrected, Selection(choice.ahead_BHK, reason="speculative")], choice.pseudo
 
 
-def note(run: Run, layers: Sequence[int], places: Mapping[int, int], selection: Selection, reason: str = "") -> None:
+def _evidence_of_all(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int) -> Evidence:
+    rows = Rows.of_all(layer.run.policy.config.sink, step, layer.run.store.block_table_BP, longest)
+
+    def logits() -> torch.Tensor:
+        pages = layer.pages.key_PHND, rows.table_RP, rows.length_R
+        return window_logits.on(layer.backend)(query_BHG1D, *pages, **layer.logit_options, longest=longest)
+
+    return Evidence(**_evidence((layer,), rows, (logits, None)))
+
+
+def note(run: Run, layers: Sequence[int], places: Mapping[int, int], selection: Selection) -> None:
     """Note what some layers selected for the requests in some rows, and tell the observer: the host half.
 
-    `places` has by row of the batch the request's place among those of a layer in the selection. `reason` is that of
-    `SelectionEvent`; "speculative" means a selection for the next step.
+    `places` has by row of the batch the request's place among those of a layer in the selection. A "speculative" one is
+    for the next step.
     """
     heard, sink = SelectionEvent in run.observer.wants, run.policy.config.sink
     count, selected = len(selection.index_BHK) // len(layers), selection.index_BHK.shape[2]
     for number, layer in enumerate(layers):
         for row, place in places.items():
             state, at = run.requests[row], number * count + place
-            state.note_packed(sink, selected, ahead=reason == "speculative")
+            state.note_packed(sink, selected, ahead=selection.reason == "speculative")
             if not heard:  # making an event takes ten times as long as the note
                 continue
             event = SelectionEvent(
                 request=state.request, step=state.step, layer=layer, index_HK=selection.index_BHK[at],
                 diagnostics={name: value[at : at + 1] for name, value in selection.diagnostics.items()},
-                reason=reason, heads_H=None if selection.heads_BH is None else selection.heads_BH[at],
+                reason=selection.reason, heads_H=None if selection.heads_BH is None else selection.heads_BH[at],
             )  # fmt: skip
             run.observer.on(event)
 
 
-def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...]) -> None:
+def note_choice(run: Run, layer: int, selections: Sequence[Selection], rows: tuple[int, ...]) -> None:
     """Note what a layer chose for the fast requests among all rows."""
-    pages = run.store.pages(layer)
-    backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
-    run.meter.count(f"{backend}.code_scan", len(rows))
-    note(run, (layer,), {row: row for row in rows}, selection)
+    if run.policy.coded:
+        pages = run.store.pages(layer)
+        backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
+        run.meter.count(f"{backend}.code_scan", len(rows))
+    for selection in selections:
+        note(run, (layer,), {row: row for row in rows}, selection)
 
 
 def refresh(
@@ -163,7 +183,7 @@ def refresh(
     put(layers, rows, selection)
 
 
-def put(layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection | None, reason: str = "") -> None:
+def put(layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection | None) -> None:
     """Pack and note the layers' selection for some requests; None keeps the memory as it is."""
     if selection is None:
         return
@@ -174,13 +194,13 @@ def put(layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection | N
     if not layer.in_place:
         run.meter.count(f"{layer.backend}.pack", len(layers) * len(rows))
     places = {row: place for place, row in enumerate(rows)}
-    note(run, [each.index for each in layers], places, selection, reason)
+    note(run, [each.index for each in layers], places, selection)
 
 
 def has_candidates(run: Run, row: int) -> bool:
     """Say whether a request has positions to select from, in this step or, where the policy selects ahead, the next."""
     state = run.requests[row]
-    return run.policy.selects_next or state.recent_start > state.sink(run.policy.config.sink)
+    return run.policy.ahead or state.recent_start > state.sink(run.policy.config.sink)
 
 
 def hand_over(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor, handed: Handed) -> None:
@@ -196,6 +216,7 @@ def submit(handed: Handed, work: Callable[[list[Handed]], None], rows: tuple[int
     """Give a layer's evidence to the run's maintenance, where it may wait for that of the next layers."""
     run, logits_BHGWT = handed.layer.run, handed.logits_BHGWT
     waits = isinstance(run.policy, EvidencePolicy) and run.store.whole_on_device and run.ranks.size == 1
+    waits = waits and not run.policy.mixes_heads  # whose heads differ by layer
     # spans time each layer
     waits = waits and SPANS not in run.observer.wants and all(has_candidates(run, row) for row in rows)
     alike = (rows, *logits_BHGWT.shape) if waits else None
@@ -217,33 +238,28 @@ def joined(handed: Sequence[Handed]) -> Seen:
     return lambda: torch.cat([each.logits_BHGWT for each in handed]), torch.cat(sums) if sums else None
 
 
-def select_before(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
-    """Let the policy select for fast requests before they attend."""
-    policy = layer.run.policy
-    with layer.run.observer.span("select_before", layer.index):
-        selection = policy.select_before(layer_context(layer, rows, query_RHG1D))
-        put((layer,), rows, selection, "correction" if policy.selects_next else "")
-
-
-def select_next(layer: Layer, rows: tuple[int, ...], query_RHG1D: torch.Tensor) -> None:
-    """Let the policy select the next step's memory of fast requests, after the layer has attended."""
-    with layer.run.observer.span("select_next", layer.index):
-        selection = layer.run.policy.companion.select_next(layer_context(layer, rows, query_RHG1D))
-        put((layer,), rows, selection, "speculative")
-
-
 def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor) -> PseudoToken | None:
-    """Choose as `choose`; note or pack the choice, and tell the observer."""
+    """Choose as `choose`; note or pack what was chosen, for the next step once the layer has attended."""
     run, index = layer.run, layer.index
     with run.observer.span("select_before", index):
-        selection, pseudo = choose(layer, step, query_BHG1D)
-        if selection is not None and not layer.in_place:
-            for row in step.fast:
-                diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
-                put((layer,), (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
-    if selection is not None and layer.in_place:
-        note_choice(run, index, selection, step.fast)
+        selections, pseudo = choose(layer, step, query_BHG1D, layer.batch_pass.longest)
+        if layer.in_place:
+            if selections:
+                note_choice(run, index, selections, step.fast)
+            return pseudo
+        for selection in selections:
+            work = partial(_put_rows, layer, step.fast, selection)
+            if selection.reason == "speculative":
+                layer.later.append(work)
+            else:
+                work()
     return pseudo
+
+
+def _put_rows(layer: Layer, rows: Sequence[int], selection: Selection) -> None:
+    # from a selection of all rows, row by row
+    for row in rows:
+        put((layer,), (row,), selection.of(slice(row, row + 1)))
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
@@ -251,6 +267,7 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
     run, ended = layer.run, layer.batch_pass.ended
     if layer.left_dense or not ended:
         return
+    run.keep(layer.index, query_BHGTD.shape[2])
     last_BHGWD = run.prompt_queries.with_kept(layer, query_BHGTD)
     for row in ended:
         if run.policy.selects_after:
@@ -269,15 +286,15 @@ def layer_context(
 ) -> LayerContext:
     """Make the context of a layer for some requests; the arguments are those of `select`."""
     run, index = layer.run, layer.index
-    coded = rows if run.policy.chooses else ()
-    codes = [run.codes(index, query_RHGWD.shape[2]).of(slice(row, row + 1)) for row in coded]
+    all_kept = run.keep(index, query_RHGWD.shape[2])
+    kept = () if all_kept is None else tuple(all_kept.of(slice(row, row + 1)) for row in rows)
     states = tuple(run.requests[row] for row in rows)
     return LayerContext(
         **_evidence((layer,), run.rows(rows), seen or (partial(layer.logits, rows, query_RHGWD), None)),
         states=states, query_BHGWD=query_RHGWD, scale=layer.logit_options["scale"],
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
-        notes=tuple(run.notes[state.request, index] for state in states), codes=tuple(codes),
+        notes=tuple(run.notes[state.request, index] for state in states), kept=kept,
         whole_on_device=run.store.whole_on_device,
     )  # fmt: skip
 
@@ -300,6 +317,8 @@ def _evidence(layers: Sequence[Layer], rows: Rows, seen: Seen) -> dict[str, Any]
         "key_norm_BHT": torch.cat(norms) if several else norms[0],
         "logits": seen[0],
         "log_sum_BHGW": seen[1],
+        "request_B": rows.request_R,
+        "all_kept": run.kept.get(layer.index),
     }
     if layer.backend == "torch" and len(rows.requests) == 1:
         state = run.requests[rows.requests[0]]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch.nn.functional import pad
@@ -13,12 +13,39 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from sfi_kernels.code_scan import BatchCodes, Choice
+from sfi_kernels.choice import Choice
 from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.step_descriptor import StepDescriptor
+from sfi_kernels.pack.reference import packed_positions
+from sfi_kernels.step_descriptor import FAST, MODE, StepDescriptor
 from sfi_kernels.top_k import top_k
 
 Notes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a policy keeps of a layer's keys, or of its last step, for all rows of a batch: tensors [B, ...] that stay.
+
+    `BatchCodes` has these methods, too.
+    """
+
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(part.nbytes for part in self.parts)
+
+    def of(self, rows: slice) -> Self:
+        """Return some rows, over the same memory."""
+        return replace(self, parts=tuple(part[rows] for part in self.parts))
+
+    def grown(self, capacity: int) -> Self:
+        """Return room for `capacity` tokens of a request: this one, if it has that, or a copy."""
+        return self
+
+    def rewind(self, row: int, length: int) -> None:
+        """Prepare a row whose positions from `length` on are gone, and come anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +57,13 @@ class Evidence:
         backend: The backend of ops: `op.on(backend)`.
         allowed_BT: The candidate set J, True where a position may be selected (Eq. 2).
         key_norm_BHT: L2 norms of the cached keys, float32.
-        logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `select_before` the
-            window is the current query. Clone what is to be kept: the next step overwrites them.
+        logits: Computes the window's attention logits, [B, H, G, W, T] (Eq. 4). In `choose` the window is the
+            current query. Clone what is to be kept: the next step overwrites them.
         log_sum_BHGW: Their log-sum-exp over J, if the attention has computed it.
         interval: J's first position and one past its last, for one request of the torch backend, without masks.
         length_B: Each request's tokens, int32, where logits behind them are undefined; None otherwise.
+        request_B: The requests' rows in the whole batch, int32, -1 for padding.
+        all_kept: What the policy keeps of all rows in this layer (`Companion.keeps`).
         span: Opens a span of the selection, for observers.
         wants_diagnostics: Whether an observer wants the selection's diagnostics.
         ranks: The processes among which the layer's KV heads are split.
@@ -48,6 +77,8 @@ class Evidence:
     log_sum_BHGW: torch.Tensor | None = None
     interval: tuple[int, int] | None = None
     length_B: torch.Tensor | None = None
+    request_B: torch.Tensor | None = None
+    all_kept: Any = None
     span: Callable[[str], AbstractContextManager[Any]] = nullcontext
     wants_diagnostics: bool = True
     ranks: Ranks = ALONE
@@ -74,7 +105,7 @@ class LayerContext(Evidence):
         keys: Returns cached keys, [1, H, T, D], given a request's place here, a start and a stop position.
         values: The same for cached values.
         notes: The policy's own data on each request in this layer, kept from step to step.
-        codes: The codes of each request's keys, as a batch of one, if the policy chooses for whole batches; else empty.
+        kept: What the policy keeps of each request in this layer, as a batch of one.
         whole_on_device: Whether the pages of a `BatchContext` hold all tokens; else the recent ones only.
     """
 
@@ -84,7 +115,7 @@ class LayerContext(Evidence):
     keys: Callable[[int, int, int], torch.Tensor]
     values: Callable[[int, int, int], torch.Tensor]
     notes: tuple[Notes, ...]
-    codes: tuple[BatchCodes, ...] = ()
+    kept: tuple[Any, ...] = ()
     whole_on_device: bool = True
 
 
@@ -92,7 +123,8 @@ class LayerContext(Evidence):
 class BatchContext:
     """One layer of a decoding pass: all rows of the batch, no number of the host's; the operands of `code_scan`.
 
-    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast.
+    `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast. `kept` is what
+    the policy keeps of the rows. `evidence` computes this step's, of all rows, which reads every key.
     """
 
     backend: str
@@ -103,10 +135,25 @@ class BatchContext:
     value_PHNE: torch.Tensor
     block_table_BP: torch.Tensor
     descriptor: StepDescriptor
-    codes: BatchCodes
     position_BHS: torch.Tensor
     length_BH: torch.Tensor
     scale: float
+    evidence: Callable[[], Evidence]
+    kept: Any = None
+
+    def budget(self, asked: int) -> int:
+        """Return a budget of at most as many positions as a request may have."""
+        return min(asked, self.block_table_BP.shape[1] * self.key_PHND.shape[2])
+
+    def read(self, selection: "Selection") -> Choice:
+        """Let the fast requests read a selection, made for all rows."""
+        step, chosen_BHS = self.descriptor, self.position_BHS
+        fast_B1 = step.table_BX[:, MODE, None] == FAST
+        made_BHS = packed_positions(selection.index_BHK, step.sink_B, chosen_BHS.shape[2])
+        chosen_BHS.copy_(torch.where(fast_B1[..., None], made_BHS, chosen_BHS))
+        count_BH = (made_BHS >= 0).sum(2, dtype=torch.int32)
+        self.length_BH.copy_(torch.where(fast_B1, count_BH, self.length_BH))
+        return Choice(selection.index_BHK, diagnostics=selection.diagnostics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,40 +162,56 @@ class Selection:
 
     `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for traces,
     such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool; the others keep
-    their memory, None is all. `by` is the backend that chose, None the run's.
+    their memory, None is all. `by` is the backend that chose, None the run's; `reason` that of `SelectionEvent`.
     """
 
     index_BHK: torch.Tensor
     diagnostics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     heads_BH: torch.Tensor | None = None
     by: str | None = None
+    reason: str = ""
 
     def copy(self) -> "Selection":
         """Return a selection whose tensors no later step overwrites."""
-        copies = {name: value.clone() for name, value in self.diagnostics.items()}
-        return replace(self, index_BHK=self.index_BHK.clone(), diagnostics=copies)
+        return self._each(torch.clone)
+
+    def of(self, rows: slice) -> "Selection":
+        """Return the selection of some requests."""
+        return self._each(lambda tensor: tensor[rows])
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Selection":
+        diagnostics = {name: change(value) for name, value in self.diagnostics.items()}
+        heads = None if self.heads_BH is None else change(self.heads_BH)
+        return replace(self, index_BHK=change(self.index_BHK), diagnostics=diagnostics, heads_BH=heads)
 
 
 class Companion:
     """What some policies tell the engine besides; `Policy.companion` is the policy itself if it inherits this too.
 
-    CodeScan chooses for whole batches, FreeKV selects ahead, SyncKV mixes heads.
+    CodeScan, Quest, FreeKV and the oracle choose at every step, SyncKV mixes heads.
     """
 
     def choose(self, batch: BatchContext) -> Choice | None:
-        """Choose in a decoding pass what all fast requests read, in launches that a CUDA graph can hold, if any is."""
+        """Choose in a decoding pass what all fast requests read, if any is fast, before they attend.
+
+        For the whole batch, without a number of the host's or a wait, so that a CUDA graph can hold the launches. Fills
+        `position_BHS` and `length_BH` of the fast rows, as `BatchContext.read` does.
+        """
+        return None
+
+    def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Any:
+        """Allocate what the policy keeps of a layer for `rows` requests of `capacity` tokens at most: `Kept`, or None.
+
+        The pages give heads, widths, dtype and device; a KV head has `group` query heads.
+        """
         return None
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
         """Say whether a fast request needs another `select_after` before `choose`."""
         return False
 
-    def select_next(self, context: LayerContext) -> Selection | None:
-        """Select for the next step, once a fast layer has attended (speculative retrieval)."""
-        return None
-
-    def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
-        """Return the KV heads of a layer that attend densely in a decoding step."""
+    def dense_heads(self, layer: int, heads: int, *, slow: bool) -> Sequence[int]:
+        """Return the KV heads of a layer that attend densely in a slow or fast decoding step."""
         return ()
 
     def first_bytes(self, layer: LayerShape) -> int | None:
@@ -172,30 +235,31 @@ class Policy:
         fills: Every selection has `budget` positions, or all of J if those are fewer, so that none need be counted.
         fixed: Settings that the method always runs with, whatever the user's are, or functions of the user's.
         evicts: The method drops unselected tokens for good, so that it needs less memory.
+        coded: `choose` is `code_scan`, which appends the new keys as well, and which compiled steps know.
+        ahead: A step's choice is for the next one.
         drafts: Fast steps can be taken back, as a lossless run does with rejected tokens.
         offloads: Runs over a store with most keys and values in host memory.
         most_fast_steps: The most fast steps in a row, while an anchored recent segment grows; None for no limit.
         key_width: Numbers of a key of a head, where the host or a step has told it; 0 before.
-        selects_before: Whether the class has a `select_before` or chooses; so `selects_after`, `selects_next`,
-            `chooses`, `mixes_heads` (`dense_heads`), `triggered` (`plan`), and `selects` for any selection.
+        chooses: Whether the class has a `choose`; so `selects_after`, `has_kept` (`keeps`), `mixes_heads`
+            (`dense_heads`), `triggered` (`plan`), and `selects` for any selection.
     """
 
-    prompt_only = fills = evicts = drafts = offloads = False
+    prompt_only = fills = evicts = coded = ahead = drafts = offloads = False
     fixed: ClassVar[Mapping[str, Any]] = {}
     most_fast_steps: int | None = None
     key_width = 0
-    selects_before = selects_after = selects_next = selects = chooses = mixes_heads = triggered = False
+    selects_after = selects = chooses = has_kept = mixes_heads = triggered = False
 
     def __init_subclass__(cls) -> None:
         """Note which hooks the class has: those of its own and of its bases."""
         super().__init_subclass__()
-        cls.selects_next, cls.chooses, cls.mixes_heads = (
+        cls.chooses, cls.has_kept, cls.mixes_heads = (
             getattr(cls, hook.__name__, hook) is not hook
-            for hook in (Companion.select_next, Companion.choose, Companion.dense_heads)
+            for hook in (Companion.choose, Companion.keeps, Companion.dense_heads)
         )
-        cls.selects_before = cls.chooses or cls.select_before is not Policy.select_before
         cls.selects_after = cls.select_after is not Policy.select_after
-        cls.selects = cls.selects_before or cls.selects_after or cls.selects_next
+        cls.selects = cls.chooses or cls.selects_after
         cls.triggered = cls.plan is not Policy.plan
         cls.fills = vars(cls).get("fills", False)  # not a base's: its hooks may be others
 
@@ -224,19 +288,17 @@ class Policy:
         """Return why each request is slow in the next step, t >= 1, or "" if it is fast."""
         return [""] * len(requests)
 
-    def select_before(self, context: LayerContext) -> Selection | None:
-        """Select from the current query, before a fast layer attends (Quest, FreeKV)."""
-        return None
-
     def select_after(self, context: LayerContext) -> Selection | None:
-        """Select once a layer has attended (SFI, SnapKV, SyncKV; FreeKV's next step)."""
+        """Select once a layer has attended (SFI, SnapKV, SyncKV), or learn from the prompt what `choose` needs."""
         return None
-
-    def rewind(self, note: Notes, length: int) -> None:
-        """Drop all that the notes of a request and layer hold on positions >= `length`, if it `drafts`."""
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Return the bytes of a policy's key summaries, for a layer and a request of `capacity` tokens."""
+        return 0
+
+    @property
+    def least_recent(self) -> int:
+        """The least last tokens that `choose` finds on the device, of a store with host memory."""
         return 0
 
     def resident(self, layer: int, heads: int) -> Sequence[int]:

@@ -1,68 +1,82 @@
-"""Page summaries: the element-wise extremes of a page's keys bound the logits of a query (Quest, FreeKV)."""
+"""What Quest and FreeKV share: the element-wise extremes of each page's keys, which bound the logits of a query."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
+from torch.nn.functional import pad
 
-from sfi_core.policies.base import LayerContext, Notes
+from sfi_core.policies.base import Companion, Kept, LayerContext, Policy
 from sfi_core.state.layer_pages import LayerShape
+from sfi_core.state.request import RequestState
+from sfi_kernels.page_scan import LastStep, PageSummaries, summarize
 
 
-def extremes(context: LayerContext, place: int, page: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each channel's least and largest key by page of a request, [H, P, D] float32; notes have full pages'."""
-    note, length = context.notes[place], context.states[place].length
-    summarized = note["low"].shape[1] * page if "low" in note else 0
-    full = length - length % page
-    if full > summarized:
-        key_HTD = context.keys(place, summarized, full)[0].float()
-        key_HPND = key_HTD.reshape(len(key_HTD), -1, page, key_HTD.shape[2])
-        for name, new_HPD in (("low", key_HPND.amin(2)), ("high", key_HPND.amax(2))):
-            note[name] = torch.cat([note[name], new_HPD], 1) if name in note else new_HPD
-    if full == length:
-        return note["low"], note["high"]
-    rest_HND = context.keys(place, full, length)[0].float()
-    low_H1D, high_H1D = rest_HND.amin(1, keepdim=True), rest_HND.amax(1, keepdim=True)
-    if not full:
-        return low_H1D, high_H1D
-    return torch.cat([note["low"], low_H1D], 1), torch.cat([note["high"], high_H1D], 1)
+@dataclass(frozen=True, slots=True)
+class KeptPages(Kept):
+    """The extremes of a layer's pages of `page` tokens, and FreeKV's last step; a step renews what was taken back."""
+
+    page: int
+
+    @property
+    def pages(self) -> PageSummaries:
+        """The extremes."""
+        return PageSummaries(*self.parts[:2])
+
+    @property
+    def last(self) -> LastStep:
+        """The last step."""
+        return LastStep(*self.parts[2:])
+
+    def grown(self, capacity: int) -> Self:
+        """See `Kept`."""
+        more = -(-capacity // self.page) - self.parts[0].shape[2]
+        if more <= 0:
+            return self
+        return replace(self, parts=(*(pad(part, (0, 0, 0, more)) for part in self.pages), *self.parts[2:]))
 
 
-def forget(note: Notes, length: int, page: int) -> None:
-    """Drop the extremes of pages with positions >= `length`."""
-    for name in ("low", "high"):
-        if name in note:
-            note[name] = note[name][:, : length // page]
+class ByPage(Companion, Policy):
+    """Base of the policies that choose pages by bounds at every step."""
+
+    fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": 1}  # every step selects
+    offloads = prompt_only = True
+
+    @property
+    def page(self) -> int:
+        """Tokens of a page."""
+        raise NotImplementedError
+
+    @property
+    def least_recent(self) -> int:
+        """A page, which is summarized anew with every token."""
+        return self.page
+
+    def keeps(
+        self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+    ) -> KeptPages:
+        """See `Companion`."""
+        _, H, _, D = key_PHND.shape
+        low, high = (key_PHND.new_zeros(rows, H, -(-capacity // self.page), D) for _ in range(2))
+        return KeptPages((low, high), self.page)
+
+    def learn_pages(self, context: LayerContext, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the extremes of all pages of a request; return them, [H, P, D]."""
+        ends = summarize(context.keys(place, 0, context.states[place].length)[0], self.page)
+        for part_BHPD, end_HPD in zip(context.kept[place].pages, ends, strict=True):
+            part_BHPD[0, :, : end_HPD.shape[1]] = end_HPD
+        return ends
+
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
+        """Count two extremes and a score a page."""
+        return extremes_bytes(layer, capacity, self.page)
+
+    def selection_tokens(self, state: RequestState) -> float:
+        """Count a page's two extremes, each as large as a token's key or value, as one token."""
+        return state.length / self.page
 
 
 def extremes_bytes(layer: LayerShape, capacity: int, page: int) -> int:
-    """Return the bytes of the extremes and scores of the pages of `capacity` tokens, float32."""
-    numbers = 2 * layer.key_width + 1
-    return -(-capacity // page) * layer.heads * numbers * torch.float32.itemsize
-
-
-def bounds(query_HGD: torch.Tensor, low_HPD: torch.Tensor, high_HPD: torch.Tensor) -> torch.Tensor:
-    """Return upper bounds of the products of queries with the keys of each page, [H, G, P] float32."""
-    query = query_HGD.float()
-    return query.clamp_min(0) @ high_HPD.mT + query.clamp_max(0) @ low_HPD.mT
-
-
-def best_pages(score_HP: torch.Tensor, page: int, allowed: tuple[int, int], budget: int) -> torch.Tensor:
-    """Return the positions of the pages with the highest scores, ascending, [H, min(budget, |J|)] int32.
-
-    Equals Top-K over positions with the scores of their pages, but sorts only the pages. Without a sync. `page` are
-    the tokens of a page; `allowed` is J: its first position, and one past its last. The last page may be cut short.
-    """
-    H, P = score_HP.shape
-    first, stop = allowed
-    K = max(0, min(budget, stop - first))
-    begin_P = torch.arange(P, device=score_HP.device) * page
-    start_P = begin_P.clamp(first, stop)
-    size_HP = ((begin_P + page).clamp(first, stop) - start_P).expand(H, P)
-    order_HP = score_HP.argsort(dim=1, descending=True, stable=True)
-    ahead_HP = size_HP.gather(1, order_HP).cumsum(1)
-    before_HP = torch.empty_like(ahead_HP).scatter_(1, order_HP, ahead_HP) - size_HP
-    taken_X = torch.minimum((K - before_HP).clamp_min(0), size_HP).flatten()
-    # repeat each page's start as often as it has taken positions, and count up from it
-    end_X = taken_X.cumsum(0)
-    shift_X = start_P.repeat(H) - (end_X - taken_X)
-    position_X = torch.repeat_interleave(shift_X, taken_X, output_size=H * K)
-    position_X += torch.arange(H * K, device=score_HP.device)
-    return position_X.view(H, K).int()
+    """Return the bytes of the extremes of the pages of `capacity` tokens, and of their scores."""
+    numbers = 2 * layer.key_width * layer.itemsize + torch.float32.itemsize
+    return -(-capacity // page) * layer.heads * numbers

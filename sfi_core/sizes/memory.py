@@ -9,7 +9,6 @@ import torch
 
 from sfi_core import distributed as torchrun
 from sfi_core.distributed.ranks import ranks_of
-from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import MemoryForecastError
 from sfi_core.machine.memory import free_bytes, resident_bytes
 from sfi_core.models.linear import crawls
@@ -110,7 +109,7 @@ def forecast(
     managed = [layer for layer in layers if layer.window is None]
     unpacked = () if backend == "triton" else config.dense_layers
     chosen = [layer for index, layer in enumerate(layers) if index not in unpacked and layer.window is None]
-    packs = tiers or not reads_in_place(policy, backend)
+    packs = tiers or not policy.chooses
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
     first, later = 0, 0
     if policy.selects:

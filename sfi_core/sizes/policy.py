@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
-from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import ConfigError
 from sfi_core.policies import Policy, Triggered, policy_class
 from sfi_core.settings.config import SfiConfig
@@ -51,9 +50,8 @@ class PolicyReads:
         policy.key_width = max(shape.key_width for shape in full.values())
         triggered = isinstance(policy, Triggered)
         planned = sum(bool(policy.plan([RequestState(step=step)])[0]) for step in range(PLANNED)) / PLANNED
-        fast = RequestState(step=1, slow=False)
         shares = [
-            len(policy.companion.dense_heads(fast, index, shape.heads)) / shape.heads
+            len(policy.companion.dense_heads(index, shape.heads, slow=False)) / shape.heads
             for index, shape in full.items()
             if index not in policy.config.dense_layers
         ]
@@ -84,15 +82,7 @@ class PolicyReads:
 
 
 def check_slots(
-    policy: Policy,
-    shape: SegmentShape,
-    *,
-    slots: int,
-    layers: int,
-    longest: int,
-    query_heads: int,
-    backend: str,
-    limit: int | None,
+    policy: Policy, shape: SegmentShape, *, slots: int, layers: int, longest: int, query_heads: int, limit: int | None
 ) -> None:
     """Raise `ConfigError`, with what fits, for `slots` of more than `limit` bytes; None is no limit.
 
@@ -103,7 +93,7 @@ def check_slots(
         query_heads=query_heads,
     )  # fmt: skip
     summary, sink = policy.summary_bytes(layer, longest), policy.config.sink
-    row_bytes = shape.row_bytes(packs=not reads_in_place(policy, backend))
+    row_bytes = shape.row_bytes(packs=not policy.chooses)
     slot = layers * (packed_rows(policy, longest) * row_bytes + summary)
     if limit is None or slots * slot <= limit:
         return
@@ -172,17 +162,11 @@ def two_tier_bytes(
         "packed": batch * sum(packed),
         "scratch": max(packed, default=0),
         "norms": room * norm_bytes,
-        "notes": batch * sum(_note_bytes(layer, policy, capacity) for layer in sparse) if policy.selects else 0,
+        "notes": batch * sum(policy.summary_bytes(layer, pages * page) for layer in sparse),
         "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
         "resident": room * head_bytes if resident else 0,
     }
     return TwoTierBytes(room * sum(row_bytes), MappingProxyType(parts))
-
-
-def _note_bytes(layer: LayerShape, policy: Policy, capacity: int) -> int:
-    # of a request: summaries of its keys, the last query, and SyncKV's static set
-    query = layer.query_heads * layer.key_width * layer.itemsize
-    return policy.summary_bytes(layer, capacity) + query + INT32 * layer.heads * min(policy.config.budget, capacity)
 
 
 def ring_pages(longest_recent: int, page: int) -> int:

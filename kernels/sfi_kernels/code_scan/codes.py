@@ -5,14 +5,11 @@ A key has W words with the same slots; slot s begins at bit `SHIFTS[s]`. The C =
 order of their ranks: slot s of word w holds channel s * W + w.
 """
 
-from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
-
-from sfi_kernels.partial_attention import PseudoToken
 
 BITS = (4, 4, 4, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1)  # of a word's slots
 SLOTS = len(BITS)
@@ -80,27 +77,24 @@ class BatchCodes(NamedTuple):
         )  # fmt: skip
 
     def grown(self, capacity: int) -> "BatchCodes":
-        """Return a copy for at least `capacity` tokens of a request."""
-        return self._replace(word_BHWT=pad(self.word_BHWT, (0, capacity - self.word_BHWT.shape[3])))
+        """Return room for `capacity` tokens of a request: this one, if it has that, or a copy."""
+        more = capacity - self.word_BHWT.shape[3]
+        return self._replace(word_BHWT=pad(self.word_BHWT, (0, more))) if more > 0 else self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(part.nbytes for part in self)
 
     def of(self, rows: slice) -> "BatchCodes":
         """Return some rows, over the same memory."""
         return BatchCodes(*(part[rows] for part in self))
 
+    def rewind(self, row: int, length: int) -> None:
+        """Begin a row's sum of values anew where it includes positions from `length` on, which are gone."""
+        self.summed_BH[row].masked_fill_(self.summed_BH[row] > length, 0)
+
     def learn(self, row: int, basis: CodeBasis) -> None:
         """Give a row its basis."""
         self.mean_BHD[row] = basis.mean_HD
         self.encode_BHWDC[row], self.query_BHWCD[row] = by_word(basis.encode_HDC), by_word(basis.query_HDC).mT
-
-
-class Choice(NamedTuple):
-    """Chosen positions, `index_BHK`, int32, ascending, padded with -1, and the unread keys' pseudo token.
-
-    Undefined for requests that are not fast. `diagnostics`, where asked for, are [B, H]: `unread_estimate`, the
-    estimated attention on the keys of J that are not read, and `score_margin`, the score of the last key chosen over
-    that of the best one that is not.
-    """
-
-    index_BHK: torch.Tensor
-    pseudo: PseudoToken
-    diagnostics: Mapping[str, torch.Tensor]

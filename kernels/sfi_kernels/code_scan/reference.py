@@ -6,6 +6,7 @@ from functools import cache
 import torch
 
 from sfi_kernels import step_descriptor as step
+from sfi_kernels.choice import Choice, write_row
 from sfi_kernels.code_scan.codes import (
     BITS,
     DROPPED,
@@ -14,7 +15,6 @@ from sfi_kernels.code_scan.codes import (
     SHIFTS,
     SLOTS,
     BatchCodes,
-    Choice,
     CodeBasis,
     by_word,
     words,
@@ -71,7 +71,9 @@ def code_scan(
     (`code_tokens`), the values that have left the recent window are added to the sums, and the queries are kept:
     `codes` are changed in place. For fast requests `position_BHS` is written, their sinks, the chosen positions, then
     -1, and `length_BH`, how many there are. `rest` is the factor on the estimated probability of the unread keys, whose
-    pseudo token has the mean value of J. `diagnoses` asks for the choice's diagnostics; Triton returns none.
+    pseudo token has the mean value of J. `diagnoses` asks for diagnostics, of which Triton returns none:
+    `unread_estimate`, the estimated attention on the keys of J that are not read, and `score_margin`, the score of the
+    last key chosen over that of the best one that is not.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     code_tokens(key_PHND, block_table_BP, descriptor, codes)
@@ -98,10 +100,7 @@ def code_scan(
                 diagnostics[name][row] = value_H
         K = chosen.shape[1]
         index_BHK[row, :, :K] = chosen + first
-        position_BHS[row, :, :first] = torch.arange(first, dtype=torch.int32)
-        position_BHS[row, :, first:] = -1
-        position_BHS[row, :, first : first + K] = index_BHK[row, :, :K]
-        length_BH[row] = first + K
+        write_row(position_BHS, length_BH, row, first, index_BHK[row, :, :K])
     return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE), diagnostics)
 
 
@@ -128,7 +127,7 @@ def choose_likeliest(logits_HGT: torch.Tensor, budget: int, *, rest: float) -> t
 
 
 def diagnosed(logits_HGT: torch.Tensor, index_HK: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the diagnostics of one request's choice, [H] each; see `Choice`."""
+    """Return the diagnostics of one request's choice, [H] each; see `code_scan`."""
     score_HT = logits_HGT.float().softmax(-1).mean(1)
     unread_HT = score_HT.scatter(1, index_HK.long(), 0.0)
     margin_H = score_HT.gather(1, index_HK.long()).amin(1) / unread_HT.amax(1)

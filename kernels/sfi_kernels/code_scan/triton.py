@@ -12,8 +12,9 @@ import triton.language as tl
 
 from sfi_kernels.attention_tile import check_width, padded
 from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
+from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import codes as coding
-from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, Choice, CodeBasis, words
+from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, CodeBasis, words
 from sfi_kernels.code_scan.reference import check, check_basis, check_codes
 from sfi_kernels.code_scan.sums_triton import BINS, FAST, KEYS, candidates, logits_at
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
@@ -193,7 +194,7 @@ def code_scan(
         index_BHK, position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2], float(rest),
         H=H, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip
-    return Choice(index_BHK, pseudo, {})
+    return Choice(index_BHK, pseudo)
 
 
 def _sum(

@@ -13,7 +13,7 @@ from sfi_core.policies.base import Policy, Selection
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
-Selections = dict[tuple[int, ...], Selection]  # by the layers that selected together
+Selections = dict[tuple[int, ...], list[Selection]]  # by the layers that selected together
 
 
 class Kind(NamedTuple):
@@ -128,12 +128,15 @@ def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescript
 
 
 def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
-    """Foresee the next step and its states, if no request stops or joins; None if tokens, audit or room forbid it."""
+    """Foresee the next step and its states, if no request stops or joins; None if tokens, audit or room forbid it.
+
+    Also None for a step that cannot be done twice: a mixed slow one reads the selection that it overwrites.
+    """
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
     passes = plan_step(run.policy, states)
-    if _audited(run, passes):
+    if _audited(run, passes) or (run.policy.mixes_heads and any(request.kind == SLOW for request in passes)):
         return None
     for state, request in zip(states, passes, strict=True):
         enter(state, request, run.policy)

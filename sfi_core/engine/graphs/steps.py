@@ -98,7 +98,7 @@ class StepGraphs:
         if buffers.launched:
             done = self._graphs[buffers.kind]
         else:
-            prepare_layers(run, sorted(run.batch_codes), run.batch_pass.fast, run.requests)
+            prepare_layers(run, run.batch_pass.fast, run.requests)
             with run.observer.span("forward"):
                 W = buffers.descriptor.queries
                 if padded := [[*[row[0]] * (W - len(row)), *row] for row in brought]:
@@ -153,7 +153,7 @@ class StepGraphs:
         if graph is None:
             self._buffers.ahead = False
             return
-        prepare_layers(self._run, sorted(self._run.batch_codes), self._buffers.descriptor.fast, states)
+        prepare_layers(self._run, self._buffers.descriptor.fast, states)
         with self._run.observer.span(AHEAD):
             self._token_BW.copy_(token_B[:, None])
             graph.repeat()
@@ -186,13 +186,29 @@ class StepGraphs:
         run.observer = Observers([observer], spans=False)
         try:
             if records:
-                replay = self._recorder(self._work)
+                with self._mixed_rows_kept():
+                    replay = self._recorder(self._work)
             else:
                 self._work()
             return StepGraph(self._buffers.selections, run.meter.kernels, run.maintenance.side, replay)
         finally:
             run.meter.kernels, run.maintenance, run.observer = kernels, maintenance, observer
             run.meter.recording_seconds += time.perf_counter() - began
+
+    @contextmanager
+    def _mixed_rows_kept(self) -> Iterator[None]:
+        # a recorder does the work more than once, but a mixed slow step packs over the rows that its heads read
+        run, slow = self._run, self._buffers.descriptor.slow
+        mixed = [layer for layer in run.segments if run.policy.mixes_heads]
+        before = {(layer, row): run.segments[layer].position_BHS[row].clone() for layer in mixed for row in slow}
+        try:
+            yield
+        finally:
+            for (layer, row), position_HS in before.items():
+                rows = run.rows((row,))
+                index_1HK = position_HS[None, :, rows.most_sink :].contiguous()
+                segment, into = run.segments[layer], (rows.request_R, rows.sink_R, index_1HK, rows.most_sink)
+                run.store.pack_into(segment, layer, *into)
 
     def _work(self) -> None:
         # the device's part of a step that the host has described
@@ -217,7 +233,7 @@ class StepGraphs:
         run.meter.kernels.update(done.launches)
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
-            selections = {layers: selection.copy() for layers, selection in selections.items()}
+            selections = {layers: [one.copy() for one in several] for layers, several in selections.items()}
         note_step(run, selections, self._buffers.places)
 
 
@@ -232,9 +248,9 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
     with run.launches():
         pseudo = None
         if layer.chooses:
-            choice, pseudo = select.choose(layer, step, last_BHG1D)
-            if choice is not None:
-                buffers.selections[layer.index,] = choice
+            chosen, pseudo = select.choose(layer, step, last_BHG1D, step.longest)
+            if chosen:
+                buffers.selections[layer.index,] = chosen
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
@@ -249,7 +265,7 @@ def _select(buffers: StepBuffers, rows: Rows, handed: list[select.Handed]) -> No
         selection = select.select(layers, rows, None, select.joined(handed))
         assert selection is not None, "a policy that needs only the evidence selects"
         select.pack(layers, rows, selection)
-    buffers.selections[tuple(layer.index for layer in layers)] = selection
+    buffers.selections[tuple(layer.index for layer in layers)] = [selection]
 
 
 def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> None:
@@ -257,11 +273,12 @@ def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> No
     batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
     for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
-        count_attention(run, batch_pass.descriptor_of(left_dense=left_dense))
-    for layers, selection in sorted(selections.items()):
+        count_attention(run, batch_pass.descriptor_of(left_dense=left_dense), layer)
+    for layers, several in sorted(selections.items()):
         if run.policy.chooses:
-            select.note_choice(run, layers[0], selection, batch_pass.descriptor.fast)
+            select.note_choice(run, layers[0], several, batch_pass.descriptor.fast)
             continue
+        (selection,) = several
         full = {row: places[row] for row in slow if select.has_candidates(run, row)}
         bare = {row: 0 for row in slow if row not in full}
         run.meter.count("triton.pack", len(layers) * len(slow))

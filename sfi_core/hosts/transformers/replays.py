@@ -217,7 +217,6 @@ def refusal(session: Session) -> BackendError | ConfigError | None:
     if session.backend != "triton":
         return BackendError(f"CUDA graphs need the triton backend, got {session.backend}; {way}")
     reasons = {
-        f"policy {session.policy_name}, which selects at fast steps": (policy.selects_before and not policy.chooses),
         f"policy {session.policy_name}, which selects with more than the evidence": (
             policy.selects_after and not policy.chooses and not isinstance(policy, EvidencePolicy)
         ),

@@ -129,8 +129,8 @@ class Session:
         page, shared = self._sharing(batch, beginning)
         capacity = -(-capacity // (page or 1)) * (page or 1)
         heads = model.config.get_text_config(decoder=True).num_attention_heads
-        on_triton = self.backend == "triton"  # a slow step refreshes all requests at once
-        refreshed = batch if on_triton else 1
+        on_triton = self.backend == "triton"  # a slow step refreshes all requests at once, as the oracle chooses
+        refreshed = batch if on_triton or (policy.chooses and not policy.has_kept) else 1
         if isinstance(policy, EvidencePolicy) and tiers is None and not (on_triton and self.engine.overlap):
             refreshed *= worked_off_together(refreshed * heads * capacity, len(shapes), self.backend)
         drafting = memory.Drafting(

@@ -36,19 +36,20 @@ class TierPlan:
             )
 
     def longest_recent(self, generated: int) -> int:
-        """Return the most recent tokens that a step reads, for a run that generates so many."""
+        """Return the most recent tokens that a step or the policy reads, for a run that generates so many."""
         config, fast = self.policy.config, self.policy.most_fast_steps
         grows = 0
         if config.recent_mode == "anchored":
             grows = generated if fast is None else min(fast, generated)
-        return config.recent + grows + 1
+        return max(config.recent + grows, self.policy.least_recent) + 1
 
     def bytes(self, batch: int, capacity: int, generated: int | None = None, *, resident: bool = False) -> TwoTierBytes:
         """Add up the bytes of a run, whose recent window never grows if `generated` is None.
 
         `resident` says whether the heads that stay on the device if there is room are there.
         """
-        recent = self.policy.config.recent if generated is None else self.longest_recent(generated)
+        least = max(self.policy.config.recent, self.policy.least_recent)
+        recent = least if generated is None else self.longest_recent(generated)
         return two_tier_bytes(
             self.shapes, self.policy, batch=batch, capacity=capacity, page=self.page, longest_recent=recent,
             resident=resident,

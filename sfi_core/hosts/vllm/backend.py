@@ -22,7 +22,6 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.names import engine_of_process, give_room, is_configured, layer_index
 from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
 from sfi_core.state.layer_pages import PackedSegment
-from sfi_kernels.code_scan import BatchCodes
 
 Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
@@ -135,12 +134,13 @@ class PagedImpl(Mixin):
     """Attends with sfi in planned passes of the full-attention layers that it `manages`, and as vLLM does elsewhere.
 
     `segment` is the layer's packed segment, None before the weights are loaded, in layers that sfi does not serve, and
-    in dense ones; `codes` also for a policy without them. `norm_X` is float32 room for the norms of the cached keys;
-    None where free memory does not determine the cache's size, as on a CPU. `given` says whether `give_room` has run.
+    in dense ones; `kept` what the policy keeps there, if anything. `norm_X` is float32 room for the norms of the cached
+    keys; None where free memory does not determine the cache's size, as on a CPU. `given` says whether `give_room` has
+    run.
     """
 
     segment: PackedSegment | None = None
-    codes: BatchCodes | None = None
+    kept: Any = None
     norm_X: torch.Tensor | None = None
     given = False
     supports_dcp = False

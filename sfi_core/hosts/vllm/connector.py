@@ -266,8 +266,8 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             layer = names.layer_index(name)
             if impl.segment is not None:
                 run.segments[layer] = impl.segment
-            if impl.codes is not None:
-                run.batch_codes[layer] = impl.codes
+            if impl.kept is not None:
+                run.kept[layer] = impl.kept
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
         self.engine = WorkerEngine(run, store, self.block // page_size)

@@ -11,12 +11,11 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
-from sfi_core.engine.run import reads_in_place
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
 from sfi_core.hosts.vllm.planner import Scheduled
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
-from sfi_core.hosts.vllm.worker import WorkerEngine, codes_of
+from sfi_core.hosts.vllm.worker import WorkerEngine, kept_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies import policy_class
@@ -174,13 +173,12 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
         return  # the connector refuses the model
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
-    policy, backend = settings.policy, backend_of(device)
+    policy = settings.policy
     rows = packed_rows(policy, longest)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
-        served[layer].segment = PackedSegment(slots, rows, shape, packs=not reads_in_place(policy, backend))
-        if policy.chooses:
-            served[layer].codes = codes_of(shape, slots, served[layer].num_heads, longest)
+        served[layer].segment = PackedSegment(slots, rows, shape, packs=not policy.chooses)
+        served[layer].kept = kept_of(policy, shape, slots, served[layer].num_heads, longest)
     if device.type == "cuda":
         cache = vllm_config.cache_config
         share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
@@ -220,7 +218,6 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
     check_slots(
         settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
         longest=longest_of(vllm_config), query_heads=vllm_config.model_config.get_num_attention_heads(parallel),
-        backend=backend_of(shape.device),
         limit=None if total is None else int(total * settings.options.slots_memory) // sharing,
     )  # fmt: skip
 

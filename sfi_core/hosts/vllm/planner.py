@@ -244,7 +244,7 @@ class Planner:
     def _step(self, tracked: Tracked) -> None:
         # what the workers will have packed by the end of the step is known here
         state, policy, config = tracked.state, tracked.policy, tracked.policy.config
-        if policy.selects_after if state.slow else policy.selects_before:
+        if policy.selects_after if state.slow else policy.chooses:
             state.note_packed(config.sink, config.budget)
         elif state.slow:
             state.note_packed(config.sink, 0)

@@ -50,7 +50,7 @@ class Settings:
         options = PluginOptions(**{name: values.pop(name) for name in names & values.keys()})
         config = SfiConfig.preset(options.preset).replace(**values)
         kind = policy_class(options.policy)
-        if kind.selects_next or kind.mixes_heads:
+        if kind.ahead or kind.mixes_heads:
             raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {options.policy}")
         if options.trace_audit and options.trace is None:
             raise ConfigError("trace_audit needs a trace, got trace=none")

@@ -13,10 +13,10 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
+from sfi_core.policies.base import Policy
 from sfi_core.state.kv_cache import PagedView
 from sfi_core.state.layer_pages import LayerPages, SegmentShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.code_scan import BatchCodes
 from sfi_kernels.step_descriptor import sent
 
 
@@ -58,13 +58,13 @@ class BorrowedPages(PagedView):
     copy = append
 
 
-def codes_of(shape: SegmentShape, slots: int, query_heads: int, longest: int) -> BatchCodes:
-    """Allocate a layer's codes for requests of at most `longest` tokens."""
+def kept_of(policy: Policy, shape: SegmentShape, slots: int, query_heads: int, longest: int) -> Any:
+    """Allocate what a policy keeps of a layer for requests of at most `longest` tokens, if anything."""
     key, value = (
         torch.empty(0, shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
         for width in (shape.key_width, shape.value_width)
     )
-    return BatchCodes.empty(slots, query_heads // shape.heads, key, value, longest)
+    return policy.companion.keeps(slots, query_heads // shape.heads, key, value, longest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,9 @@ import torch
 from sfi_core.policies.base import BatchContext, Companion, LayerContext, Notes, Policy
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.code_scan import KEPT, SLOTS, Choice, CodeBasis, bits_of, code_scan, code_tokens, encode_keys, words
+from sfi_kernels.choice import Choice
+from sfi_kernels.code_scan import KEPT, SLOTS, BatchCodes, CodeBasis, code_scan, code_tokens, encode_keys
+from sfi_kernels.code_scan.codes import bits_of, words
 from sfi_kernels.compiled import fastest
 
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from
@@ -33,7 +35,7 @@ RELEARN = KEPT  # tokens of a request until it is learned again
 class CodeScan(Companion, Policy):
     """Every step selects anew by the codes of all keys."""
 
-    fills = drafts = offloads = True
+    fills = drafts = offloads = coded = True
     prompt_only = True  # a lossless run keeps the prompt's basis too
     fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": QUERIES}  # every step selects
 
@@ -42,17 +44,23 @@ class CodeScan(Companion, Policy):
         for place, note in enumerate(context.notes):
             self._learn(context, place, note)
 
+    def keeps(
+        self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+    ) -> BatchCodes:
+        """See `Companion`."""
+        return BatchCodes.empty(rows, group, key_PHND, value_PHNE, capacity)
+
     def choose(self, batch: BatchContext) -> Choice | None:
         """Choose by the current queries; code the new keys in any case."""
-        device, pages = batch.query_BHGD.device, (batch.key_PHND, batch.value_PHNE)
+        device, pages, codes = batch.query_BHGD.device, (batch.key_PHND, batch.value_PHNE), batch.kept
         rows, backend = (batch.block_table_BP, batch.descriptor), fastest(batch.backend, device, *pages)
         if not batch.fast:
-            code_tokens.on(backend)(batch.key_PHND, *rows, batch.codes)
+            code_tokens.on(backend)(batch.key_PHND, *rows, codes)
             return None
         self.key_width = batch.query_BHGD.shape[3]
-        budget = min(self.config.budget, batch.codes.word_BHWT.shape[3])
         return code_scan.on(backend)(
-            batch.query_BHGD, *pages, *rows, batch.codes, batch.position_BHS, batch.length_BH, budget=budget,
+            batch.query_BHGD, *pages, *rows, codes, batch.position_BHS, batch.length_BH,
+            budget=batch.budget(self.config.budget),
             scale=batch.scale, rest=self.config.codescan.rest, diagnoses=batch.wants_diagnostics,
         )  # fmt: skip
 
@@ -83,7 +91,7 @@ class CodeScan(Companion, Policy):
 
     def _learn(self, context: LayerContext, place: int, note: Notes) -> None:
         with context.span("code_basis"):
-            state, codes, again = context.states[place], context.codes[place], "learned" in note
+            state, codes, again = context.states[place], context.kept[place], "learned" in note
             query_HWGD = context.query_BHGWD[place].transpose(1, 2)
             recent_HXGD = codes.recent_BHXGD[0]
             if not again:  # the prompt's last queries, by position modulo `KEPT`; zeros count for nothing

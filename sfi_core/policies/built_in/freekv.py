@@ -9,23 +9,25 @@ device knows which heads to correct, and scoring later would read the summaries 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
+from torch.nn.functional import pad
 
-from sfi_core.policies.base import Companion, LayerContext, Policy, Selection, stacked
-from sfi_core.policies.page_bounds import best_pages, bounds, extremes, extremes_bytes
+from sfi_core.policies.base import BatchContext, LayerContext, Selection, stacked
+from sfi_core.policies.page_bounds import ByPage, KeptPages
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.layer_pages import LayerShape
-from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
+from sfi_kernels.choice import Choice
+from sfi_kernels.page_scan import page_scan
+from sfi_kernels.page_scan.reference import best_pages, bounds, group_scores
 
 
-class FreeKV(Companion, Policy):
+class FreeKV(ByPage):
     """Every step reads the last step's selection; heads whose query changed much select anew first."""
 
-    fills = offloads = True
-    fixed: ClassVar = {"recent_mode": "sliding", "window_prefill": 1}  # the prompt's last query selects first
+    fills = ahead = True
 
     def __init__(self, config: SfiConfig, trigger: Trigger, layers: Sequence[int] = ()) -> None:
         """See `Policy`; the first of `layers` may become one of `dense_layers`."""
@@ -34,61 +36,45 @@ class FreeKV(Companion, Policy):
             config = config.replace(dense_layers=tuple(sorted(dense)))
         super().__init__(config, trigger, layers)
 
+    @property
+    def page(self) -> int:
+        """See `ByPage`."""
+        return self.config.freekv.page
+
     def select_after(self, context: LayerContext) -> Selection:
-        """Select with the prompt's last query: step 0 is the only slow step."""
-        self._score(context)
-        return self._best(context, ahead=1)
-
-    def select_before(self, context: LayerContext) -> Selection:
-        """Select anew for the heads whose pooled query cosine is below tau (correction)."""
-        query_BHGD = context.query_BHGWD[:, :, :, -1]
-        last = [note.get("query", query) for note, query in zip(context.notes, query_BHGD, strict=True)]
-        cosine_BH = pooled_cosine(query_BHGD, torch.stack(last))
-        self._score(context)
-        corrected = self._best(context)
-        moved_BH = cosine_BH < self.config.freekv.tau
-        return Selection(corrected.index_BHK, {"query_cosine": cosine_BH}, moved_BH)
-
-    def select_next(self, context: LayerContext) -> Selection:
-        """Select for the next step with this step's scores (speculative retrieval)."""
-        return self._best(context, ahead=1)
-
-    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
-        """See `Policy`."""
-        return extremes_bytes(layer, capacity, self.config.freekv.page)
-
-    def selection_tokens(self, state: RequestState) -> float:
-        """Count a page's two extremes as one token."""
-        return state.length / self.config.freekv.page
-
-    def _score(self, context: LayerContext) -> None:
-        # keeps the step's query and page scores in the notes
-        page = self.config.freekv.page
-        for place, note in enumerate(context.notes):
-            query_HGD = context.query_BHGWD[place, :, :, -1]
-            note["query"] = query_HGD.clone()
-            bound_HGP = bounds(query_HGD, *extremes(context, place, page))
-            note["score"] = group_scores(bound_HGP, context.scale)
-
-    def _best(self, context: LayerContext, ahead: int = 0) -> Selection:
-        # the best pages within the J of `ahead` steps from now
-        page, budget = self.config.freekv.page, self.config.budget
+        """Select with the prompt's last query, for step 1: step 0 is the only slow step."""
         chosen = []
-        for note, state in zip(context.notes, context.states, strict=True):
-            sink = state.sink(self.config.sink)
-            recent_start = max(sink, state.length + ahead - self.config.recent)
-            chosen.append(best_pages(note["score"], page, (sink, recent_start), budget))
+        for place, state in enumerate(context.states):
+            last, query_HGD = context.kept[place].last, context.query_BHGWD[place, :, :, -1]
+            score_HP = group_scores(bounds(query_HGD, *self.learn_pages(context, place)), context.scale)
+            sink, now = state.sink(self.config.sink), state.length % 2
+            allowed = sink, max(sink, state.length + 1 - self.config.recent)
+            index_HK = best_pages(score_HP, self.page, allowed, self.config.budget)
+            last.index_B2HK[0, now] = pad(index_HK, (0, self.config.budget - index_HK.shape[1]), value=-1)
+            last.query_B2HGD[0, now] = query_HGD
+            chosen.append(index_HK)
         return Selection(stacked(chosen))
 
+    def keeps(
+        self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+    ) -> KeptPages:
+        """See `Companion`."""
+        kept, (_, H, _, D) = super().keeps(rows, group, key_PHND, value_PHNE, capacity), key_PHND.shape
+        query = key_PHND.new_zeros(rows, 2, H, group, D)
+        index = key_PHND.new_full((rows, 2, H, self.config.budget), -1, dtype=torch.int32)
+        return replace(kept, parts=(*kept.parts, query, index))
 
-def group_scores(bound_HGP: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the group-consistent page scores, the mean over G of softmax(P^h), [H, P] (Sec. 3.2).
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """Read what the last step chose; correct heads whose pooled query cosine is below tau; choose ahead."""
+        choice = page_scan.on(batch.backend)(
+            batch.query_BHGD, batch.key_PHND, batch.block_table_BP, batch.descriptor, batch.kept.pages,
+            batch.position_BHS, batch.length_BH, batch.kept.last, page=self.page, budget=self.config.budget,
+            recent=self.config.recent, scale=batch.scale, tau=self.config.freekv.tau, diagnoses=batch.wants_diagnostics,
+        )  # fmt: skip
+        return choice if batch.fast else None
 
-    Paper gap: the softmax includes the pages of sink and recent tokens, which are not selected.
-    """
-    return (bound_HGP * scale).softmax(-1).mean(1)
-
-
-def pooled_cosine(query_BHGD: torch.Tensor, last_BHGD: torch.Tensor) -> torch.Tensor:
-    """Return C_i, the cosine of this step's query with the last one's, the mean over G, [B, H] (Sec. 3.3)."""
-    return torch.cosine_similarity(query_BHGD.float(), last_BHGD.float(), -1).mean(-1)
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
+        """Count the queries and positions of two steps, too."""
+        query = layer.query_heads * layer.key_width * layer.itemsize
+        index = layer.heads * self.config.budget * torch.int32.itemsize
+        return super().summary_bytes(layer, capacity) + 2 * (query + index)

@@ -5,37 +5,41 @@ and 1 are dense only if they are in `dense_layers`; and the budget may cut the l
 read as many tokens.
 """
 
-from typing import ClassVar
+import torch
 
-from sfi_core.policies import page_bounds as pages
-from sfi_core.policies.base import LayerContext, Notes, Policy, Selection, stacked
-from sfi_core.state.layer_pages import LayerShape
+from sfi_core.policies.base import BatchContext, LayerContext, Notes, Selection
+from sfi_core.policies.page_bounds import ByPage
 from sfi_core.state.request import RequestState
+from sfi_kernels.choice import Choice
+from sfi_kernels.page_scan import page_scan
 
 
-class Quest(Policy):
+class Quest(ByPage):
     """Every step selects anew by the element-wise extremes of each page's keys."""
 
-    fills = drafts = offloads = True
-    fixed: ClassVar = {"recent_mode": "sliding"}  # since every step selects
+    fills = drafts = True
 
-    def select_before(self, context: LayerContext) -> Selection:
-        """Take the tokens of the pages with the highest scores."""
-        page, chosen = self.config.baseline.page, []
-        for place, state in enumerate(context.states):
-            score_HGP = pages.bounds(context.query_BHGWD[place, :, :, -1], *pages.extremes(context, place, page))
-            allowed = state.sink(self.config.sink), state.recent_start
-            chosen.append(pages.best_pages(score_HGP.amax(1), page, allowed, self.config.budget))
-        return Selection(stacked(chosen))
+    @property
+    def page(self) -> int:
+        """See `ByPage`."""
+        return self.config.baseline.page
 
-    def rewind(self, note: Notes, length: int) -> None:
-        """Forget the pages that hold positions from `length` on."""
-        pages.forget(note, length, self.config.baseline.page)
+    def select_after(self, context: LayerContext) -> Selection:
+        """Summarize the prompt's pages; select nothing yet."""
+        for place, note in enumerate(context.notes):
+            self.learn_pages(context, place)
+            note["summarized"] = True
+        norm_BHT = context.key_norm_BHT
+        return Selection(torch.empty(*norm_BHT.shape[:2], 0, dtype=torch.int32, device=norm_BHT.device))
 
-    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
-        """See `Policy`."""
-        return pages.extremes_bytes(layer, capacity, self.config.baseline.page)
+    def lacks(self, state: RequestState, note: Notes) -> bool:
+        """Say whether the prompt had no candidates, and so no selection."""
+        return "summarized" not in note
 
-    def selection_tokens(self, state: RequestState) -> float:
-        """Two vectors a page, as large as a token's key and value."""
-        return state.length / self.config.baseline.page
+    def choose(self, batch: BatchContext) -> Choice | None:
+        """Take the tokens of the pages with the highest bounds; bring the extremes up to date in any case."""
+        choice = page_scan.on(batch.backend)(
+            batch.query_BHGD, batch.key_PHND, batch.block_table_BP, batch.descriptor, batch.kept.pages,
+            batch.position_BHS, batch.length_BH, page=self.page, budget=batch.budget(self.config.budget),
+        )  # fmt: skip
+        return choice if batch.fast else None

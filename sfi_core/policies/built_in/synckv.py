@@ -12,7 +12,7 @@ were generated since the last anticipation are read.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -22,8 +22,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.machine.text import printable
-from sfi_core.policies.base import Companion, LayerContext, Policy, Selection
+from sfi_core.policies.base import Companion, Evidence, EvidencePolicy, Kept, LayerContext, Selection
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.constants import MASKED_SCORE
@@ -31,7 +32,7 @@ from sfi_kernels.top_k import top_k
 
 EVEN = "even"  # `synckv.heads` without a file: each layer's heads in groups of `NEIGHBORS`
 NEIGHBORS = 4
-LAST = torch.iinfo(torch.int32).max
+STATIC_SCORE = 2.0  # above every probability: the static set is selected first
 SHOWN = 12  # characters of a digest in a message
 
 
@@ -107,7 +108,7 @@ class HeadClusters(BaseModel):
             raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {got}")
 
 
-class SyncKV(Companion, Policy):
+class SyncKV(Companion, EvidencePolicy):
     """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
     `clusters` are the head clusters of the file, None under `EVEN`; the dynamic set has `dynamic` positions.
@@ -136,9 +137,9 @@ class SyncKV(Companion, Policy):
         stride = self.config.synckv.stride
         return ["" if (state.step + 1) % stride else "anticipation" for state in requests]
 
-    def dense_heads(self, state: RequestState, layer: int, heads: int) -> Sequence[int]:
+    def dense_heads(self, layer: int, heads: int, *, slow: bool) -> Sequence[int]:
         """Return the representatives (SyncKV, Algorithm 1, line 22); none while suspended and `sparse`."""
-        if state.slow or self.config.synckv.suspension == "dense":
+        if slow or self.config.synckv.suspension == "dense":
             return self._representatives(layer, heads)
         return ()
 
@@ -153,43 +154,46 @@ class SyncKV(Companion, Policy):
         """Keep the representatives' keys and values on the device too (Sec. 4.2)."""
         return super().resident(layer, heads) or self._representatives(layer, heads)
 
-    def select_after(self, context: LayerContext) -> Selection:
-        """Select the dynamic set by the representatives (SyncKV, Eq. 6); at step 0 both sets."""
+    def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Kept:
+        """Keep the static sets of the representatives, ascending, padded with -1: [B, R, K], R of at most H."""
+        shape = rows, key_PHND.shape[1], self.config.budget - self.dynamic
+        return Kept((key_PHND.new_full(shape, -1, dtype=torch.int32),))
+
+    def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
+        """Count the static sets."""
+        return layer.heads * (self.config.budget - self.dynamic) * torch.int32.itemsize
+
+    def select_after(self, context: Evidence) -> Selection:
+        """Select the dynamic set by the representatives (SyncKV, Eq. 6); at the prompt's end both sets."""
         leaders = self.leaders(context.layer, context.key_norm_BHT.shape[1])
         chosen = sorted(set(leaders))
         score_BRT = context.probability(chosen).amax(dim=(2, 3))  # Eq. 5; the other heads' logits are invalid
         score_BRT = score_BRT.masked_fill(~context.allowed_BT[:, None], MASKED_SCORE)
-        rows = [self._select(context, at, score_RT) for at, score_RT in enumerate(score_BRT.unbind(0))]
-        of_leader = dict(zip(chosen, torch.stack(rows, 1), strict=True))
+        if isinstance(context, LayerContext):
+            self._keep_static(context, score_BRT)
+        else:
+            score_BRT = self._with_static(context, score_BRT)
+        index_BRK = top_k.on(context.backend)(score_BRT, self.config.budget)
+        of_leader = dict(zip(chosen, index_BRK.unbind(1), strict=True))
         return Selection(torch.stack([of_leader[leader] for leader in leaders], 1))
 
     def _representatives(self, layer: int, heads: int) -> list[int]:
         return sorted(set(self.leaders(layer, heads)))
 
-    def _select(self, context: LayerContext, at: int, score_RT: torch.Tensor) -> torch.Tensor:
-        note, K = context.notes[at], min(self.config.budget, score_RT.shape[1])
-        best: Callable[[torch.Tensor, int], torch.Tensor] = top_k.on(context.backend)
-        state = context.states[at]
-        if state.step == 0:
-            first_RK = best(score_RT[None], K)[0]
-            candidates = state.recent_start - state.sink(self.config.sink)
-            static = min(self.config.budget - self.dynamic, candidates)
-            note["static"] = best(score_RT[None], static)[0] if static else first_RK[:, :0]
-            return first_RK
-        nothing_RK = score_RT.new_empty(len(score_RT), 0, dtype=torch.int32)
-        static_RK: torch.Tensor = note.get("static", nothing_RK).long()
-        room = K - static_RK.shape[1]
-        if room <= 0:
-            return static_RK.int()
-        T = score_RT.shape[1]
-        spare_RT = torch.nn.functional.pad(score_RT, (0, 1))  # index -1 lands in the added column
-        spare_RT = spare_RT.scatter(1, static_RK.to(spare_RT.device) % (T + 1), MASKED_SCORE)
-        dynamic_RK = best(spare_RT[None, :, :T].contiguous(), room)[0]
-        return _united(static_RK.to(dynamic_RK), dynamic_RK)
+    def _keep_static(self, context: LayerContext, score_BRT: torch.Tensor) -> None:
+        # of a prompt: the best static share of its candidates
+        for kept, score_RT in zip(context.kept, score_BRT, strict=True):
+            static_RK = kept.parts[0][0, : len(score_RT)].fill_(-1)
+            if room := static_RK.shape[1]:
+                best_RK = top_k.on(context.backend)(score_RT[None], room)[0]
+                static_RK[:, : best_RK.shape[1]] = best_RK
 
-
-def _united(first_RK: torch.Tensor, second_RK: torch.Tensor) -> torch.Tensor:
-    # joins two disjoint sets: ascending, padded with -1 at the end
-    both_RK = torch.cat([first_RK, second_RK], 1)
-    both_RK = both_RK.masked_fill(both_RK < 0, LAST).sort(1).values
-    return both_RK.masked_fill(both_RK == LAST, -1)
+    def _with_static(self, context: Evidence, score_BRT: torch.Tensor) -> torch.Tensor:
+        # scores by which the static set comes first
+        assert context.request_B is not None, "the engine says which rows"
+        R, T = score_BRT.shape[1:]
+        (all_BRK,) = context.all_kept.parts
+        static_BRK = all_BRK[context.request_B.clamp_min(0).long(), :R].long()
+        spare_BRT = torch.nn.functional.pad(score_BRT, (0, 1))  # index -1 lands in the added column
+        spare_BRT = spare_BRT.scatter(2, static_BRK % (T + 1), STATIC_SCORE)
+        return spare_BRT[..., :T].contiguous()

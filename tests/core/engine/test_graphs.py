@@ -74,7 +74,13 @@ def complete(monkeypatch, models, recorder):
 
 def told(observer: Listener) -> tuple:
     """Return what the observer heard, without the padding of positions, diagnostics and times."""
-    chosen = {(e.step, e.layer, e.request): positions(e.index_HK) for e in observer.selections}
+    chosen = {
+        (e.step, e.layer, e.request, e.reason): (
+            positions(e.index_HK),
+            None if e.heads_H is None else e.heads_H.tolist(),
+        )
+        for e in observer.selections
+    }
     steps = [
         (e.step, e.request, e.position, e.token_id, e.reason, e.attended_tokens, e.context_tokens)
         for e in observer.steps
@@ -93,7 +99,7 @@ def same(graphed: tuple, eager: tuple) -> None:
     replays, once = (report.paths.pop(f"graph.{how}", 0) for how in ("replay", "eager"))
     report.paths.pop("graph.ahead", None)
     assert replays > 0
-    assert replays + once == max(len(r.token_ids) for r in report.requests) - 1
+    assert replays + once == sum(not event.reads_prompt for event in heard.begun)
     assert report.paths == wanted.paths
     assert report.not_replayed == ""
 
@@ -110,8 +116,8 @@ def test_a_policy_sees_its_request_s_tokens_and_none_behind_them(complete, monke
     (_, among), (_, alone) = (
         complete(how, prompts=some, **options) for how, some in ((True, PROMPTS[:2]), (False, PROMPTS[1:2]))
     )
-    kept = {(step, layer): heads for (step, layer, request), heads in told(among)[2].items() if request == 1}
-    assert kept == {(step, layer): heads for (step, layer, _), heads in told(alone)[2].items()}
+    kept = {key[:2]: heads for key, heads in told(among)[2].items() if key[2] == 1}
+    assert kept == {key[:2]: heads for key, heads in told(alone)[2].items()}
     assert len(kept) > 2  # there is a slow step after the prompt's
 
 
@@ -153,11 +159,11 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     prompt learns its first basis; the first one learns its own again before the fourth."""
     learned = []
 
-    def learn(run, layers, *about) -> None:
+    def learn(run, *about) -> None:
         with recorder.refusing(Tape(host=True)) as tape:
-            prepare_layers(run, layers, *about)
+            prepare_layers(run, *about)
         if tape.played:
-            learned.append((layers, recorder.plays))
+            learned.append((sorted(run.kept), recorder.plays))
 
     monkeypatch.setattr(steps, "prepare_layers", learn)
     monkeypatch.setattr(codescan, "RELEARN", 3)
@@ -193,6 +199,32 @@ def test_windows_and_chunks_are_replayed(complete, models, label):
     assert graphed.paths == eager.paths
 
 
+EVERY_STEP = CONFIG.replace(
+    trigger_delay=1, baseline={"page": 4}, freekv={"page": 4, "tau": 0.1, "first_layer_dense": False},
+    synckv={"heads": "even", "stride": 3},
+)  # fmt: skip
+BATCHES = {
+    "one": {"prompts": PROMPTS[2:3], "max_new_tokens": 8},
+    "joining": {"prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": [3, 6, 3]},
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("policy", ["quest", "freekv", "synckv", "oracle-top-k"])
+def test_policies_that_choose_at_every_step_can_be_replayed(complete, recorder, policy, batch):
+    """With the kernels that score and choose pages. Where a request joins, a step that was launched is done again."""
+    options = {"config": EVERY_STEP, "policy": policy, "name": "small", **BATCHES[batch]}
+    eager, graphed = complete(False, **options), complete(True, **options)
+    ahead = graphed[0].paths.get("graph.ahead", 0)
+    same(graphed, eager)
+    assert ahead > 0
+    assert recorder.plays > ahead
+    corrected = [e.heads_H for e in eager[1].selections if e.reason == "correction"]
+    assert not corrected or 0 < int(torch.stack(corrected).sum()) < torch.stack(corrected).numel()
+    assert bool(corrected) is (policy == "freekv")
+    assert recorder.tapes == 1 + (policy == "synckv" and batch == "one")  # slow steps, where they come twice
+
+
 @pytest.fixture
 def runs(monkeypatch):
     found = []
@@ -214,13 +246,15 @@ LOSSLESS = {
     },
     "windows": {"name": "gemma-2", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 9},
     "codescan": {"policy": "codescan", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 7, "name": "small"},
+    "quest": {"policy": "quest", "prompts": [PROMPTS[0][:20], PROMPTS[2]], "max_new_tokens": 7, "name": "small"},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", first(LOSSLESS, 3))
 def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypatch, runs, case):
     """Drafts, verifications of several lengths, and both in one pass; rejected tokens are taken back between."""
-    config = CONFIG.replace(budget=3, recent=3, draft=DraftConfig(max_tokens=4, adaptive=False))
+    draft = DraftConfig(max_tokens=4, adaptive=False)
+    config = CONFIG.replace(budget=3, recent=3, draft=draft, baseline={"page": 4})
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"config": config, "policy": "sfi", **LOSSLESS[case]}
     (eager, expected), (graphed, heard) = (complete(one, lossless=True, **options) for one in (False, True))
@@ -380,7 +414,6 @@ def test_a_model_that_waits_for_the_device_runs_eagerly(complete, models, record
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"policy": "quest"}, "policy quest, which selects at fast steps"),
         ({"policy": "random-k"}, "policy random-k, which selects with more than the evidence"),
         ({"audit": AuditConfig()}, "an audit of every step"),
         (

@@ -9,12 +9,11 @@ import torch
 import sfi_core
 from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.policies import POLICIES, LayerContext, Policy
-from sfi_core.policies.page_bounds import best_pages
 from sfi_core.settings.config import SfiConfig
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from sfi_kernels.constants import MASKED_SCORE
-from sfi_kernels.top_k import top_k
+from sfi_kernels.page_scan import page_scan
+from sfi_kernels.step_descriptor import FAST, StepRequest, describe_step
 from tests.fakes import RecordingObserver, layer_context
 from tests.watched import best_of
 
@@ -78,43 +77,32 @@ def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model):
 @pytest.mark.parametrize("length", [37, 48, 64])
 def test_quest_takes_the_pages_with_the_highest_scores(length: int):
     """Sum over channels of max(q min, q max); the largest over a KV head's queries."""
-    page, budget = 4, 12
-    config = CONFIG.replace(budget=budget, baseline={"page": page})
-    generator = torch.Generator().manual_seed(length)
-    key = torch.randn(1, H, length, D, generator=generator)
-    query = torch.randn(1, H, G, 1, D, generator=generator)
-    state = RequestState(length=length, recent_start=length - RECENT, prompt_tokens=9, step=1)
-    layer = shown(
-        torch.zeros(1, H, G, 1, length), state=state, query_BHGWD=query, notes=({},),
-        keys=lambda _, start, stop: key[:, :, start:stop],
-    )  # fmt: skip
-    got = chosen(make("quest", config).select_before(layer).index_BHK)
+    page, budget, generator = 4, 12, torch.Generator().manual_seed(length)
+    key_PHND = torch.randn(8, H, 8, D, generator=generator)
+    query_BHGD = torch.randn(1, H, G, D, generator=generator)
+    key_HTD, made = key_PHND.transpose(0, 1).flatten(1, 2), make("quest", CONFIG.replace(baseline={"page": page}))
+    kept = made.keeps(1, G, key_PHND, key_PHND, 64)
+    # what a prompt's end leaves: all tokens but the step's own
+    state = RequestState(length=length - 1, prompt_tokens=length - 1)
+    keys = shown(
+        torch.zeros(1, H, G, 1, length - 1), state=state, kept=(kept,), keys=lambda *at: key_HTD[None, :, at[1] : at[2]]
+    )
+    made.select_after(keys)
+    step = StepRequest(mode=FAST, length=length, recent_start=length - RECENT, packed=0, sink=SINK)
+    index_BHK = page_scan(
+        query_BHGD, key_PHND, torch.arange(8)[None].int(), describe_step([step], 0, torch.device("cpu")), kept.pages,
+        torch.zeros(1, H, SINK + budget, dtype=torch.int32), torch.zeros(1, H, dtype=torch.int32), page=page,
+        budget=budget,
+    ).index_BHK  # fmt: skip
+    got = chosen(index_BHK)
     for head in range(H):
         score = []
         for j in range(length):
-            own = key[0, head, j - j % page : min(length, j - j % page + page)]
-            q_GD = query[0, head, :, 0]
+            own = key_HTD[head, j - j % page : min(length, j - j % page + page)]
+            q_GD = query_BHGD[0, head]
             of_page = torch.maximum(q_GD * own.amin(0), q_GD * own.amax(0)).sum(-1)
             score.append(float(of_page.max()))
         assert got[head] == best_of(score, range(SINK, length - RECENT), budget)
-
-
-def test_quest_looks_at_a_full_page_once():
-    """Page bounds are kept; a step reads the keys of what is new."""
-    config, asked = CONFIG.replace(baseline={"page": 8}), []
-    note = {}
-    for length in (30, 31, 32, 33):
-        key = torch.randn(1, H, length, D)
-
-        def keys(_: int, start: int, stop: int, key: torch.Tensor = key) -> torch.Tensor:
-            asked.append((start, stop))
-            return key[:, :, start:stop]
-
-        query = torch.ones(1, H, G, 1, D)
-        logits = torch.zeros(1, H, G, 1, length)
-        layer = shown(logits, query_BHGWD=query, notes=(note,), keys=keys)
-        make("quest", config).select_before(layer)
-    assert asked == [(0, 24), (24, 30), (24, 31), (24, 32), (32, 33)]
 
 
 def run(model, policy: str, config: SfiConfig = CONFIG, **options):
@@ -177,24 +165,3 @@ def test_a_method_that_evicts_stores_what_it_reads(tiny_model):
     for policy in ("snapkv", "streaming-llm"):
         request = run(tiny_model, policy).requests[0]
         assert request.stored_ratio == request.read_ratio < 0.5
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_best_pages_are_the_best_positions(*, tied: bool):
-    """Pages that J cuts at either end, budgets that cut a page, and empty candidate sets."""
-    generator = torch.Generator().manual_seed(5)
-
-    def below(most: int) -> int:
-        return int(torch.randint(most, (), generator=generator))
-
-    for _ in range(300):
-        page, T, budget = 1 + below(8), 1 + below(60), 1 + below(40)
-        first, stop = sorted((below(T + 1), below(T + 1)))
-        score_HP = torch.rand(3, -(-T // page), generator=generator)
-        if tied:
-            score_HP = (4 * score_HP).floor()
-        position_T = torch.arange(T)
-        outside = (position_T < first) | (position_T >= stop)
-        score_HT = score_HP.repeat_interleave(page, 1)[:, :T].masked_fill(outside, MASKED_SCORE)
-        expected = top_k(score_HT[None], budget)[0, :, : stop - first]
-        assert torch.equal(best_pages(score_HP, page, (first, stop), budget), expected)

@@ -65,7 +65,7 @@ def test_the_page_on_policies_shows_one_that_runs(install):
 
 FEW = """
 import torch
-from sfi_core.policies import EvidencePolicy, Policy, Selection, Triggered, best
+from sfi_core.policies import Companion, EvidencePolicy, Policy, Selection, Triggered, best
 
 def few(context, budget):
     index_BHK = best(context, context.logits().amax((2, 3)), budget).index_BHK
@@ -76,12 +76,12 @@ class Slowly(EvidencePolicy, Triggered):
     def select_after(self, context):
         return few(context, self.config.budget)
 
-class Always(Policy):
+class Always(Companion, Policy):
     fixed = {"recent_mode": "sliding"}
     drafts = True
 
-    def select_before(self, context):
-        return few(context, self.config.budget)
+    def choose(self, batch):
+        return batch.read(few(batch.evidence(), self.config.budget)) if batch.fast else None
 """
 
 

@@ -70,7 +70,7 @@ def candidates(event: SelectionEvent, ahead: int = 0) -> range:
 def selects(policy: str, event: SelectionEvent) -> bool:
     """Say whether anything is selected; step 0 is dense and packs the sinks of those who select later."""
     chosen = make(policy)
-    return chosen.selects_after or (chosen.selects_before and event.step > 0)
+    return chosen.ahead or (event.step > 0 if chosen.chooses else chosen.selects_after)
 
 
 def most_tokens(policy: str, mode: str, event: StepEvent) -> float:
@@ -236,7 +236,7 @@ def test_sfi_hands_its_settings_to_the_selector(setting: str, value):
 def test_oracle_top_k_picks_the_positions_with_most_attention():
     """Recomputed from its own logits: the mean over a KV head's queries, within J."""
     logits = 3 * torch.randn(1, 2, 4, 1, 40)
-    index = make("oracle-top-k").select_before(context(logits, 40)).index_BHK
+    index = make("oracle-top-k").most_attended(context(logits, 40)).index_BHK
     within = logits.double()[..., SINK : 40 - RECENT]
     probability = within.softmax(-1).mean(dim=(2, 3))
     best = probability.topk(BUDGET).indices.sort(-1).values + SINK

@@ -10,11 +10,11 @@ import torch
 
 from sfi_core.engine.batch_pass import allowed_positions
 from sfi_core.errors import ConfigError
+from sfi_core.policies.base import Evidence
 from sfi_core.policies.built_in.synckv import HeadClusters, LayerClusters, SyncKV
 from sfi_core.settings.config import SfiConfig
-from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
-from tests.fakes import layer_context
+from tests.fakes import int32
 from tests.watched import LAYERS, H, Seen, Watched, assert_reads_counted, best_of, prompt_of, watched
 
 SINK, RECENT, BUDGET, STRIDE, NEW = 2, 5, 10, 3, 12
@@ -153,17 +153,16 @@ def make(heads: str | None, **own) -> SyncKV:
 
 def test_what_lies_behind_a_shorter_request_takes_no_part(heads: Path):
     """The kernels write a request's own logits and leave the rest of the batch's width as it was."""
-    lengths, logits = (30, 22), 3 * torch.randn(2, H, 2, 1, 30)
-    states = tuple(RequestState(prompt_tokens=9, length=T, recent_start=T - RECENT, step=STRIDE) for T in lengths)
-    allowed = allowed_positions(30, torch.tensor([SINK] * 2), torch.tensor([25, 17]))
+    logits, policy, page = 3 * torch.randn(2, H, 2, 1, 30), make(str(heads)), torch.empty(1, H, 1, 8)
     shown = {
-        "allowed_BT": allowed, "key_norm_BHT": torch.ones(2, H, 30), "states": states,
-        "length_B": torch.tensor(lengths),
+        "layer": 0, "backend": "torch", "key_norm_BHT": torch.ones(2, H, 30), "length_B": int32([30, 22]),
+        "allowed_BT": allowed_positions(30, torch.tensor([SINK] * 2), torch.tensor([25, 17])),
+        "all_kept": policy.keeps(2, 2, page, page, 30), "request_B": int32([0, 1]),
     }  # fmt: skip
     spoilt = logits.clone()
     spoilt[1, ..., 22:] = torch.nan
     clean, found = (
-        make(str(heads)).select_after(layer_context(one, **shown, notes=({}, {}))).index_BHK
+        policy.select_after(Evidence(logits=lambda one=one: one, **shown)).index_BHK
         for one in (logits.index_fill(4, torch.arange(22, 30), -torch.inf), spoilt)
     )
     assert torch.equal(found[1], clean[1])

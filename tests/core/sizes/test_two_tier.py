@@ -65,8 +65,8 @@ def test_the_parts_are_those_of_every_request_and_full_attention_layer():
         "packed": 2 * (packed(WIDE, 13) + packed(NARROW, 13)),
         "scratch": packed(WIDE, 13),
         "norms": 2 * 4 * (4 + 2) * 13 * 8,
-        # 7 pages of two float32 extremes and a score; the query; 10 positions a head
-        "notes": 2 * (7 * 4 * (4 * 17 + 2 * 9) + 2 * 12 * 8 + 4 * 10 * (4 + 2)),
+        # 7 pages of two extremes and a float32 score
+        "notes": 2 * 7 * (4 * (2 * 2 * 8 + 4) + 2 * (2 * 2 * 4 + 4)),
         "stream": 2 * cells(WIDE, 8),
         "resident": 0,
     }

@@ -8,7 +8,7 @@ import torch
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.planner import Entry
-from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, codes_of, last_blocks, part_of
+from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, kept_of, last_blocks, part_of
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
@@ -29,7 +29,7 @@ def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
 
 def check(policy, limit: int | None) -> None:
     sizes = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
-    check_slots(policy, SHAPE, backend="torch", limit=limit, **sizes)
+    check_slots(policy, SHAPE, limit=limit, **sizes)
 
 
 def test_segments_fit_to_the_byte() -> None:
@@ -152,11 +152,11 @@ def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
 
 def test_codescans_slots_hold_codes_and_no_rows() -> None:
     """At most the bytes that the policy states, which are those of codes in bytes, as PyTorch keeps them."""
-    codes = codes_of(SHAPE, SLOTS, 6, LONGEST)
     shape = LayerShape(heads=2, key_width=8, value_width=4, itemsize=2, query_heads=6)
     policy = untriggered("codescan", CONFIG)
+    codes = kept_of(policy, SHAPE, SLOTS, 6, LONGEST)
     summary = policy.summary_bytes(shape, LONGEST)
-    assert sum(part.nbytes for part in codes) <= SLOTS * summary
+    assert codes.nbytes <= SLOTS * summary
     segment = PackedSegment(SLOTS, ROWS, SHAPE, packs=False)
     limit = LAYERS * (segment.position_BHS.nbytes + SLOTS * summary)
     assert segment.key_BHSD.numel() == segment.value_BHSE.numel() == 0

@@ -1,0 +1,132 @@
+"""Choosing pages for a batch: the kernels against the reference, the reference against positions one by one."""
+
+import pytest
+import torch
+
+from sfi_kernels.constants import MASKED_SCORE
+from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan, summarize
+from sfi_kernels.page_scan import triton as kernels
+from sfi_kernels.page_scan.reference import best_pages
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepRequest, describe_step
+from sfi_kernels.top_k import top_k
+from tests.covering import first
+
+H, G, D, N, SINK, RECENT = 2, 3, 8, 8, 2, 5
+LENGTHS = (61, 33, 9, 6, 40, 50)  # J cuts pages at both ends, has fewer positions than the budget, or none
+MODES = (FAST, FAST, FAST, FAST, IDLE, SLOW)
+CAPACITY = 72
+
+
+class Batch:
+    """Rows of some lengths whose pages lie in any order; whole numbers, so that scores tie and no sum is rounded."""
+
+    def __init__(self, page: int, dtype: torch.dtype = torch.float32, *, modes=MODES, queries: int = 1) -> None:
+        generator = torch.Generator().manual_seed(page)
+        B, P = len(LENGTHS), CAPACITY // N
+        self.key = torch.randint(-2, 3, (B * P, H, N, D), generator=generator).to(dtype)
+        self.query = torch.randint(-2, 3, (B, H, G, D), generator=generator).to(dtype)
+        self.table = torch.randperm(B * P, generator=generator).view(B, P).int()
+        requests = [
+            StepRequest(
+                mode=mode, length=length, recent_start=max(SINK, length - RECENT), packed=0, sink=SINK,
+                count=queries if mode == SLOW else 1,
+            )
+            for length, mode in zip(LENGTHS, modes, strict=True)
+        ]  # fmt: skip
+        self.step = describe_step(requests, 0, torch.device("cpu"))
+        # as after the step before, but for a page that holds what nobody took back
+        keys = self.key[self.table.long()].transpose(1, 2).flatten(2, 3)
+        self.page, self.pages = page, PageSummaries(*torch.zeros(2, B, H, -(-CAPACITY // page), D, dtype=dtype))
+        for row, length in enumerate(LENGTHS):
+            known = length - requests[row].count
+            for part, end in zip(self.pages, summarize(keys[row, :, :known], page), strict=True):
+                part[row, :, : end.shape[1]] = end
+                part[row, :, known // page :] = 99
+        self.last = LastStep(
+            torch.randint(-2, 3, (B, 2, H, G, D), generator=generator).to(dtype),
+            torch.full((B, 2, H, 12), -1, dtype=torch.int32),
+        )
+        self.last.index_B2HK[:] = torch.arange(2, 14, dtype=torch.int32)
+
+    def run(self, backend: str, budget: int, **ahead):
+        """Return all that the op returns and writes."""
+        pages, last = PageSummaries(*(x.clone() for x in self.pages)), LastStep(*(x.clone() for x in self.last))
+        position = torch.full((len(LENGTHS), H, SINK + budget + 3), 77, dtype=torch.int32)
+        length = torch.full((len(LENGTHS), H), 77, dtype=torch.int32)
+        choice = page_scan.on(backend)(
+            self.query, self.key, self.table, self.step, pages, position, length, last if ahead else None,
+            page=self.page, budget=budget, **ahead,
+        )  # fmt: skip
+        return choice, pages, last, position, length
+
+
+def same(found, wanted) -> None:
+    """Equal to the bit, in fast rows; what others have is theirs."""
+    fast = torch.tensor([mode == FAST for mode in MODES])
+    (ours, *rest), (theirs, *others) = found, wanted
+    assert torch.equal(ours.index_BHK[fast], theirs.index_BHK[fast])
+    for one, other in zip(rest, others, strict=True):
+        for x, y in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(("page", "dtype"), [(4, torch.float32), *first([(3, torch.float16), (16, torch.float32)])])
+def test_the_kernels_choose_the_reference_s_pages(monkeypatch, page: int, dtype: torch.dtype):
+    """Over several chunks and tiles; rows that are not fast are left as they are, but for their extremes."""
+    monkeypatch.setattr(kernels, "TILE", 8)
+    monkeypatch.setattr(kernels, "CHUNK", 16)
+    for queries in (1, 7):
+        batch = Batch(page, dtype, queries=queries)
+        for budget in (1, 12):
+            found, wanted = (batch.run(backend, budget) for backend in ("triton", "torch"))
+            same(found, wanted)
+            assert bool((found[3][4:] == 77).all())
+        # the extremes of the pages with new keys were undefined
+        keys = batch.key[batch.table[5].long()].transpose(0, 1).flatten(1, 2)
+        for part, end in zip(found[1], summarize(keys[:, :50], page), strict=True):
+            assert torch.equal(part[5, :, : end.shape[1]], end)
+
+
+@pytest.mark.parametrize("tau", [0.1, *first([-1.0, 1.1])])
+def test_a_choice_for_the_next_step_is_the_reference_s(monkeypatch, tau: float):
+    monkeypatch.setattr(kernels, "TILE", 8)
+    monkeypatch.setattr(kernels, "CHUNK", 16)
+    batch = Batch(4)
+    options = {"recent": RECENT, "scale": 0.5, "tau": tau}
+    found, wanted = (batch.run(backend, 12, **options, diagnoses=True) for backend in ("triton", "torch"))
+    same(found, wanted)
+    (ours, *_), (theirs, *_), fast = found, wanted, slice(4)
+    assert torch.equal(ours.corrected_BH[fast], theirs.corrected_BH[fast])
+    assert torch.equal(ours.ahead_BHK[fast], theirs.ahead_BHK[fast])
+    cosines = [choice.diagnostics["query_cosine"][fast] for choice in (ours, theirs)]
+    torch.testing.assert_close(*cosines)
+    corrected = int(ours.corrected_BH[fast].sum())
+    assert (0 < corrected < 8) if tau == 0.1 else corrected == 8 * (tau > 0)
+    quiet, *rest = batch.run("triton", 12, **options)
+    assert torch.equal(rest[2], found[3]), "positions do not depend on who listens"
+    assert quiet.diagnostics == {}
+    # a second time, as for a step that was launched ahead
+    batch.last = found[2]
+    twice = batch.run("triton", 12, **options)
+    assert torch.equal(twice[3], found[3])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_best_pages_are_the_best_positions(*, tied: bool):
+    """Pages that J cuts at either end, budgets that cut a page, and empty candidate sets."""
+    generator = torch.Generator().manual_seed(5)
+
+    def below(most: int) -> int:
+        return int(torch.randint(most, (), generator=generator))
+
+    for _ in range(300):
+        page, T, budget = 1 + below(8), 1 + below(60), 1 + below(40)
+        first, stop = sorted((below(T + 1), below(T + 1)))
+        score_HP = torch.rand(3, -(-T // page), generator=generator)
+        if tied:
+            score_HP = (4 * score_HP).floor()
+        position_T = torch.arange(T)
+        outside = (position_T < first) | (position_T >= stop)
+        score_HT = score_HP.repeat_interleave(page, 1)[:, :T].masked_fill(outside, MASKED_SCORE)
+        expected = top_k(score_HT[None], budget)[0, :, : stop - first]
+        assert torch.equal(best_pages(score_HP, page, (first, stop), budget), expected)
