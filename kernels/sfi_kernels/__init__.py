@@ -17,6 +17,6 @@ strides, for a kernel with a last stride of 1; `block_table_BP` has the page num
 cached tokens, the queries' own included; `scale` is the factor on the products, `soft_cap` c of c * tanh(logit / c),
 `sink_HG` are learned sink logits. Positions, counts and page numbers are int32. What does not fit raises `ValueError`.
 
-Ops work on tensors and know no model and no schedule. `append`, `pack`, `recall`, `code_tokens` and `code_scan` write
-to their operands; the others only return. No import of Triton comes before an op's kernel is called.
+Ops work on tensors and know no model and no schedule. `append`, `pack`, `recall`, `code_tokens`, `code_scan` and
+`page_scan` write to their operands; the others only return. No import of Triton comes before an op's kernel is called.
 """

@@ -140,6 +140,8 @@ def open_row(run: Run, row: int, state: RequestState) -> Run:
     run.left.append(forget(run, row))
     state.tally.queued_seconds = clock() - run.meter.born
     run.requests[row] = state
+    for kept in run.kept.values():
+        kept.rewind(row, 0)
     only, packed = slice(row, row + 1), run.layers.difference(run.policy.config.dense_layers)
     alone = replace(
         run,

@@ -108,6 +108,15 @@ class HeadClusters(BaseModel):
             raise ConfigError(f"{whose} must have the model's {heads} KV heads in layer {layer}, got {got}")
 
 
+class StaticSets(Kept):
+    """The static sets of a layer's representatives, [B, R, K] int32, ascending, padded with -1."""
+
+    def rewind(self, row: int, length: int) -> None:
+        """Drop positions that are gone."""
+        static_RK = self.parts[0][row]
+        static_RK.masked_fill_(static_RK >= length, -1)
+
+
 class SyncKV(Companion, EvidencePolicy):
     """Every `stride` steps representatives select; the other heads read the static and the dynamic set.
 
@@ -154,10 +163,12 @@ class SyncKV(Companion, EvidencePolicy):
         """Keep the representatives' keys and values on the device too (Sec. 4.2)."""
         return super().resident(layer, heads) or self._representatives(layer, heads)
 
-    def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Kept:
-        """Keep the static sets of the representatives, ascending, padded with -1: [B, R, K], R of at most H."""
+    def keeps(
+        self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
+    ) -> StaticSets:
+        """See `Companion`."""
         shape = rows, key_PHND.shape[1], self.config.budget - self.dynamic
-        return Kept((key_PHND.new_full(shape, -1, dtype=torch.int32),))
+        return StaticSets((key_PHND.new_full(shape, -1, dtype=torch.int32),))
 
     def summary_bytes(self, layer: LayerShape, capacity: int) -> int:
         """Count the static sets."""
