@@ -98,10 +98,11 @@ def choose(
     position_BHS, length_BH = segment.position_BHS, segment.length_BH
     if not layer.in_place:  # the segment has the positions of the rows that it holds
         position_BHS, length_BH = torch.empty_like(position_BHS), torch.empty_like(length_BH)
+    near = layer.near
     batch = BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
-        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
-        block_table_BP=run.store.block_table_BP, descriptor=step,
+        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=near.key_PHND, value_PHNE=near.value_PHNE,
+        block_table_BP=near.block_table_BP, descriptor=step,
         codes=run.codes(layer.index, query_BHG1D.shape[2]), position_BHS=position_BHS,
         length_BH=length_BH, scale=layer.logit_options["scale"],
     )  # fmt: skip
@@ -168,12 +169,11 @@ def put(layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection | N
     if selection is None:
         return
     layer, run = layers[0], layers[0].run
-    recall = pack(layers, run.rows(rows), selection)
+    recall, places = pack(layers, run.rows(rows), selection), {row: place for place, row in enumerate(rows)}
     if recall is not None:
-        run.tell_recall(layer.index, rows, recall)
+        run.tell_recall((layer.index,), places, recall)
     if not layer.in_place:
         run.meter.count(f"{layer.backend}.pack", len(layers) * len(rows))
-    places = {row: place for place, row in enumerate(rows)}
     note(run, [each.index for each in layers], places, selection, reason)
 
 
@@ -238,9 +238,9 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
     with run.observer.span("select_before", index):
         selection, pseudo = choose(layer, step, query_BHG1D)
         if selection is not None and not layer.in_place:
-            for row in step.fast:
-                diagnostics = {name: value[row : row + 1] for name, value in selection.diagnostics.items()}
-                put((layer,), (row,), Selection(selection.index_BHK[row : row + 1], diagnostics))
+            rows = [*step.fast]
+            diagnostics = {name: value[rows] for name, value in selection.diagnostics.items()}
+            put((layer,), step.fast, Selection(selection.index_BHK[rows], diagnostics))
     if selection is not None and layer.in_place:
         note_choice(run, index, selection, step.fast)
     return pseudo
@@ -278,7 +278,7 @@ def layer_context(
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
         notes=tuple(run.notes[state.request, index] for state in states), codes=tuple(codes),
-        whole_on_device=run.store.whole_on_device,
+        whole_on_device=layer.ring is None,
     )  # fmt: skip
 
 

@@ -139,6 +139,7 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
     windows = any(shape.window for shape in session.shapes())
     reasons = {
         **common_reasons(session),
+        "kv_device_budget": session.tiers is not None,
         "sliding windows in a lossless run or of several requests": windows and (batch > 1 or session.engine.lossless),
         "sliding windows beside a cache of kv_dtype": windows and session.kv_dtype is not None,
         f"a model of {session.model.dtype}": session.model.dtype not in KINDS,
@@ -185,6 +186,5 @@ def common_reasons(session: Session) -> dict[str, bool]:
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
         "layers with a state, which recording a step would advance": any(shape.state_bytes for shape in shapes),
-        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
         "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
     }

@@ -170,7 +170,7 @@ class Session:
         budget = self.engine.kv_device_budget
         if budget is None:
             return None
-        return TierPlan(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page)
+        return TierPlan(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page, self.backend)
 
     @property
     def page_size(self) -> int | None:
@@ -305,7 +305,7 @@ class Session:
         """Make the store of a run that generates so many tokens."""
         if self.tiers is None:
             return KVCache(batch, capacity, self.page_size, self.backend, dtype=self.kv_dtype)
-        return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
+        return self.tiers.store(batch, capacity, generated, self.model.device, self.model.dtype)
 
     def close(self) -> None:
         """Leave a step that an error cut short."""
