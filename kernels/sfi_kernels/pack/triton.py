@@ -78,10 +78,10 @@ def _append_kernel(
         _move_rows(value_ptr, ring_value_ptr, value, target, last, E, BLOCK_E)
     if HOMES:
         place = tl.load(place_ptr + head)
-        valid &= place >= 0
+        kept = order < tl.where(place >= 0, count, 0)
         target = (page.to(tl.int64) * HOMES + place) * N + position % N
-        _move_rows(key_ptr, home_key_ptr, key, target * D, valid, D, BLOCK_D)
-        _move_rows(value_ptr, home_value_ptr, value, target * E, valid, E, BLOCK_E)
+        _move_rows(key_ptr, home_key_ptr, key, target * D, kept, D, BLOCK_D)
+        _move_rows(value_ptr, home_value_ptr, value, target * E, kept, E, BLOCK_E)
 
 
 def append(
