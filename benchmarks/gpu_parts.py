@@ -77,12 +77,16 @@ class Parts:
         return [self._bench("decode-4b-baseline", "qwen3-4b", *theirs, context="8K", batch="1")]
 
     def decode_more(self) -> list[Command]:
-        """Decode a ragged batch, and from two tiers, whose steps no graph holds."""
-        first = self._bench("decode-4b-ragged", "qwen3-4b", "--ragged", context="32K", batch="8")
+        """Decode a ragged batch, and from two tiers: with graphs, and the policies whose steps no graph holds."""
+        commands = [self._bench("decode-4b-ragged", "qwen3-4b", "--ragged", context="32K", batch="8")]
+        tiers = "--kv-device-budget", "80%" if self.dry else "30%"
+        point: dict[str, str] = {"context": "32K", "batch": "1"}
+        graphed = "--policy", "sfi,codescan,snapkv"
+        commands.append(self._bench("decode-4b-tiers", "qwen3-4b", *tiers, *graphed, **point))
         self.graphs = False
-        policies = "sfi,quest,freekv,synckv,snapkv"
-        tiers = ("--kv-device-budget", "80%" if self.dry else "30%", "--policy", policies, "--set", "synckv.heads=even")
-        return [first, self._bench("decode-4b-tiers", "qwen3-4b", *tiers, context="32K", batch="1")]
+        eager = "--policy", "freekv,quest,synckv", "--set", "synckv.heads=even"
+        commands.append(self._bench("decode-4b-tiers-eager", "qwen3-4b", *tiers, *eager, **point))
+        return commands
 
     def lossless(self) -> list[Command]:
         """Decode losslessly beside sfi and full-kv at a stated acceptance."""

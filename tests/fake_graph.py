@@ -19,7 +19,7 @@ from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, split_plan
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.pack import append, pack
+from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.pack.reference import packed_positions
 from sfi_kernels.selector import formulas, selector
 from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MIXED, MODE, PACKED, QUERIES, START
@@ -150,6 +150,7 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decode_attention.__dict__, "triton", whole_attention)
     monkeypatch.setitem(append.__dict__, "triton", append_few)
     monkeypatch.setitem(pack.__dict__, "triton", pack_by_masks)
+    monkeypatch.setitem(recall.__dict__, "triton", recall_by_masks)
     monkeypatch.setitem(split_plan.__dict__, "triton", lambda *_: None)  # nobody reads the work then
     monkeypatch.setattr(formulas, "by_numpy", lambda _: False)
     monkeypatch.setitem(window_logits.__dict__, "triton", whole_logits)
@@ -160,20 +161,27 @@ def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def append_few(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP) -> None:
+def append_few(
+    key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP, *, ring=None
+) -> None:  # fmt: skip
     """Append tokens of every request that has some, one after the other; a prompt's as the reference does."""
     N, T = key_PHND.shape[2], key_BHTD.shape[2]
     if T > MOST:
-        append.reference(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP)
+        fixed = start_B, count_B, key_PHND, value_PHNE, norm_PHN, table_BP
+        append.reference(key_BHTD, value_BHTE, *fixed, ring=ring)
         return
+    pages_of = [(table_BP, (key_PHND, value_PHNE, norm_PHN))]
+    if ring is not None:
+        pages_of.append((ring.block_table_BP, ring[:2]))
     for token in range(T):
         order = token - T + count_B
         position = (start_B + order).clamp(0, table_BP.shape[1] * N - 1)
-        page, place = table_BP.gather(1, (position // N).long()[:, None])[:, 0].long(), (position % N).long()
         news = (key_BHTD[:, :, token], value_BHTE[:, :, token], key_BHTD[:, :, token].norm(dim=-1))
-        for pages, new in zip((key_PHND, value_PHNE, norm_PHN), news, strict=True):
-            has = (order >= 0).view(-1, *[1] * (new.dim() - 1))
-            pages[page, :, place] = torch.where(has, new, pages[page, :, place])
+        for numbers_BP, parts in pages_of:
+            page, place = numbers_BP.gather(1, (position // N).long()[:, None])[:, 0].long(), (position % N).long()
+            for pages, new in zip(parts, news, strict=False):  # a ring has no norms
+                has = (order >= 0).view(-1, *[1] * (new.dim() - 1))
+                pages[page, :, place] = torch.where(has, new, pages[page, :, place])
 
 
 def whole_logits(query_BHGWD, key_PHND, table_BP, length_B, *, scale, soft_cap=None, longest=None):
@@ -207,10 +215,24 @@ def pack_by_masks(
     length_BH.copy_(torch.where(has, (chosen_BHS >= 0).sum(2, dtype=torch.int32), length_BH))
 
 
+def recall_by_masks(
+    key_PHND, value_PHNE, table_BP, request_R, index_RHK, sink_R, old_key, old_value, old_position_RHS, old_length_RH,
+    *segment_and_fetched, heads_RH=None,
+) -> None:  # fmt: skip
+    """Pack from the host's pages, and count the rows that the old segment lacks."""
+    *segment, fetched_RH = segment_and_fetched
+    pack_by_masks(key_PHND, value_PHNE, table_BP, request_R, index_RHK, sink_R, *segment, heads_RH=heads_RH)
+    wanted_RHS = packed_positions(index_RHK, sink_R, old_position_RHS.shape[2])
+    counts_RHS = torch.arange(old_position_RHS.shape[2]) < old_length_RH[..., None]
+    known = ((wanted_RHS[..., None] == old_position_RHS[:, :, None]) & counts_RHS[:, :, None]).any(-1)
+    missing_RH = ((wanted_RHS >= 0) & ~known).sum(2, dtype=torch.int32)
+    fetched_RH.copy_(torch.where((request_R >= 0)[:, None], missing_RH, 0))
+
+
 def whole_attention(
     query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
     *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None,
-    pseudo=None, position_BHS=None,
+    pseudo=None, position_BHS=None, ring=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
 
@@ -219,6 +241,10 @@ def whole_attention(
 
     W, words = query_BHGWD.shape[3], step.table_BX
     key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
+    if ring is not None:
+        near = (pages[ring.block_table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in ring[:2])
+        is_fast = (words[:, MODE] == FAST)[:, None, None, None]
+        key, value = (torch.where(is_fast, *both) for both in zip(near, (key, value), strict=True))
     if position_BHS is not None:  # rows in their pages, as the benchmark's packed ones
         row_BHS = position_BHS.clamp_min(0).long()[..., None]
         packed_key_BHSD, packed_value_BHSE = (x.take_along_dim(row_BHS, 2) for x in (key, value))

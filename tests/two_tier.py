@@ -5,6 +5,7 @@ import torch
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.side_stream import SideStream
 from sfi_core.state.two_tier import TwoTierStore
+from sfi_kernels.pages import read_pages
 from tests.fakes import int32
 from tests.schedules import AnyTime, Lazy
 
@@ -37,11 +38,18 @@ class Written:
 
     def assert_found(self, layer: int = 0) -> None:
         for row, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
-            for head in (None, *range(H)):
-                heads = slice(None) if head is None else slice(head, head + 1)
-                found = joined(self.store.blocks(layer, row, key.shape[1], head))
-                assert torch.equal(found[0], key[heads])
-                assert torch.equal(found[1], value[heads])
+            length, (key_PHND, value_PHNE, _) = key.shape[1], self.store.pages(layer).tensors
+            tables, ring = self.store.block_table_BP, self.store.ring(layer)
+            pages = [(tables[row], 0, slice(None), key_PHND, value_PHNE)]
+            if ring is not None:
+                first = max(0, length - RING * self.store.page_size)
+                pages.append((ring.block_table_BP[row], first, slice(None), *ring[:2]))
+                if ring.heads is not None:
+                    kept = [head for head in range(H) if ring.heads.place_H[head] >= 0]
+                    pages.append((tables[row], 0, kept, *ring.heads[1:]))
+            for table_P, first, heads, *both in pages:
+                for rows, expected in zip(both, (key, value), strict=True):
+                    assert torch.equal(read_pages(rows, table_P, first, length)[0], expected[heads, first:])
             norms = norms_of(self.store, layer, row, key.shape[1])
             torch.testing.assert_close(norms.double(), key.double().norm(dim=-1), rtol=1e-6, atol=0)
 
@@ -51,13 +59,3 @@ def norms_of(store: KVStore, layer: int, row: int, length: int) -> torch.Tensor:
     heads = store.pages(layer).key_PHND.shape[1]
     page_1HP = store.block_table_BP[row][None, None] * heads + torch.arange(heads)[:, None].int()
     return store.norms(layer, page_1HP)[0, :, :length]
-
-
-def joined(blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join blocks; their buffers are used again, so that each is copied when it comes."""
-    found, end = [], 0
-    for start, key, value in blocks:
-        assert start == end
-        end += key.shape[2]
-        found.append((key[0].clone(), value[0].clone()))
-    return torch.cat([key for key, _ in found], 1), torch.cat([value for _, value in found], 1)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
 from sfi_kernels.launch import Launch, Target, name_of, recording
 from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
+from sfi_kernels.pages import HeadPages, Ring
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step
@@ -175,6 +177,12 @@ def _attention_runs(
         "heads, mixed": {"slow": True, "heads": True}, "pseudo, fast": {"pseudo": case.pseudo},
         "in place, fast": in_place, "in place, mixed": in_place | {"slow": True},
     }  # fmt: skip
+    if dtype == torch.bfloat16:
+        kinds |= {
+            "ring, fast": {"ring": case.ring}, "ring, mixed": {"ring": case.ring, "slow": True},
+            "ring, pseudo": {"ring": case.ring, "pseudo": case.parts},
+            "ring, heads": {"ring": case.homes, "slow": True, "heads": True},
+        }  # fmt: skip
     for kind, options in kinds.items():
         yield f"{label}, {kind}", partial(case.decode, **options)
     yield label, case.choose
@@ -214,6 +222,9 @@ class Case:
         self.pseudo = PseudoToken(torch.empty(2, H, G), torch.empty(2, H, E))
         self.parts = PseudoToken(torch.empty(2, H, G, 2), torch.empty(2, H, E))
         self.norm = torch.empty(2 * PAGES, H, PAGE)
+        self.ring = Ring(self.key, self.value, self.table)
+        kept = HeadPages(self.length_BH[0], self.key[:, :2].contiguous(), self.value[:, :2].contiguous())
+        self.homes = self.ring._replace(heads=kept)
 
     def decode(self, *, slow: bool = False, queries: int = 1, heads: bool = False, **variant: Any) -> None:
         """Plan and attend with several queries of the first request, or a variant of the benchmark."""
@@ -268,10 +279,10 @@ class Case:
 
     def move(self, *, heads: bool = False) -> None:
         """Append a token and a piece of a prompt, pack, and recall, the last two for some heads or all."""
-        for tokens in (1, PAGE):
+        for tokens, ring in product((1, PAGE), (None, self.ring, self.homes)):
             append.triton(
                 self.key[:2, :, :tokens], self.value[:2, :, :tokens], self.length, self.length,
-                self.key, self.value, self.norm, self.table,
+                self.key, self.value, self.norm, self.table, ring=ring,
             )  # fmt: skip
         index = torch.empty(2, H, S - 4, dtype=torch.int32)
         segment = self.packed_key, self.packed_value, self.position, self.length_BH

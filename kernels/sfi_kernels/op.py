@@ -73,11 +73,14 @@ def _parsed(spec: str) -> list[tuple[str, ...]]:
 
 
 def check_pages(like: torch.Tensor, name: str, **pages: torch.Tensor) -> None:
-    """Raise `ValueError` unless pages, of any strides, have the dtype and device of `like`, called `name`."""
+    """Raise `ValueError` unless pages, of any strides, have the dtype and device of `like`, called `name`.
+
+    Pages may also be in pinned host memory, which kernels read over the link.
+    """
     for label, tensor in pages.items():
         if tensor.dtype != like.dtype:
             raise ValueError(f"{label} must have the dtype of {name}, {like.dtype}, got {tensor.dtype}")
-        if tensor.device != like.device:
+        if tensor.device != like.device and not tensor.is_pinned():
             raise ValueError(f"{label} must be on {like.device} like {name}, got {tensor.device}")
 
 

@@ -6,15 +6,61 @@ some processors a page's keys transposed, [P, H, D, N].
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sfi_kernels.launch import KernelLimitError
+from sfi_kernels.op import check_int32, check_shapes
 
 Steps = tuple[int, int, int]  # rows from a page, a head and a token to the next
 MAX_WIDTH = 256  # numbers of a row that the copying kernels take
 WIDE = 1 << 18  # numbers turned into float32 at once: 1 MiB, which stays in a processor's own cache
+
+
+class HeadPages(NamedTuple):
+    """Pages of all tokens on the device, of R KV heads; `place_H`, int32, are these heads' places, -1 for others."""
+
+    place_H: torch.Tensor
+    key_PRND: torch.Tensor
+    value_PRNE: torch.Tensor
+
+
+class Ring(NamedTuple):
+    """Pages on the device with the recent tokens, of a cache whose pages of all tokens are in host memory.
+
+    All pages are contiguous and of one size. `block_table_BP` has a column for every page of a request; pages that have
+    left the ring share their numbers with those that took their place. `heads` are pages of some heads besides, which
+    have the numbers of those in host memory.
+    """
+
+    key_PHND: torch.Tensor
+    value_PHNE: torch.Tensor
+    block_table_BP: torch.Tensor
+    heads: HeadPages | None = None
+
+
+def ring_operands(
+    ring: Ring | None, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, table_BP: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """Return a kernel's tensors of a ring, pages of all tokens where it has none, and its constants RING and HOMES."""
+    ring_tensors, heads = (key_PHND, value_PHNE, table_BP) if ring is None else ring[:3], ring and ring.heads
+    constants = {"RING": ring is not None, "HOMES": 0 if heads is None else heads.key_PRND.shape[1]}
+    return (*ring_tensors, *((table_BP, key_PHND, value_PHNE) if heads is None else heads)), constants
+
+
+def check_ring(ring: Ring, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor) -> None:
+    """Raise `ValueError` unless a ring fits the pages of all tokens and their table."""
+    names = "key PHND, value PHNE, ring_key RHND, ring_value RHNE, block_table BX, ring_table BX"
+    check_shapes(names, key_PHND, value_PHNE, ring.key_PHND, ring.value_PHNE, block_table_BP, ring.block_table_BP)
+    check_int32(block_table_BP.device, ring_table=ring.block_table_BP)
+    if ring.heads is not None:
+        names = "key PHND, value PHNE, place H, heads_key PRND, heads_value PRNE"
+        check_shapes(names, key_PHND, value_PHNE, *ring.heads)
+    for name, pages, own in (("key", key_PHND, ring.key_PHND), ("value", value_PHNE, ring.value_PHNE)):
+        rule, have = (pages.dtype, pages.stride(), block_table_BP.device), (own.dtype, own.stride(), own.device)
+        if rule != have:
+            raise ValueError(f"ring_{name} must have dtype, strides and device {rule}, got {have}")
 
 
 def read_pages(pages_PHN: torch.Tensor, block_table_P: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention of a layer, and the selections before and after it.
 
 On Triton the decoding requests of a batch share each launch: `read` is the device half, which CUDA graphs capture too.
-The PyTorch backend, and tokens in host memory, go request by request (`by_request`).
+The PyTorch backend goes request by request (`by_request`).
 """
 
 from collections.abc import Sequence
@@ -38,9 +38,8 @@ def attend(run: Run, index: int, query_BHGTD: torch.Tensor, **options: Any) -> t
     if run.attend is not None:
         return run.attend(layer, query_BHGTD)
     prepare(layer, query_BHGTD.shape[2], layer.batch_pass.fast, run.requests)
-    whole = layer.backend == "triton" and run.store.whole_on_device
     with run.launches():
-        out = (_attend if whole else by_request.attend)(layer, query_BHGTD)
+        out = (_attend if layer.backend == "triton" else by_request.attend)(layer, query_BHGTD)
         select.end_prompt(layer, query_BHGTD)
         layer.finish(query_BHGTD, out)
     return out
@@ -100,19 +99,23 @@ def read(
     if step.slow_rows and run.policy.refreshes() and not layer.left_dense:
         numbers = step.slow_rows * query_BHGTD.shape[1:3].numel() * run.store.capacity
         into = run.maintenance.room(numbers, query_BHGTD.device)
+    run.store.ready(layer.index)
     return decode_attention.triton(
         query_BHGTD, segment.key_BHSD, segment.value_BHSE, segment.length_BH, layer.pages.key_PHND,
         layer.pages.value_PHNE, run.store.block_table_BP, step, **layer.options,
         evidence=into is not None, into=into, dense_BH=dense_BH, pseudo=pseudo,
-        position_BHS=segment.position_BHS if layer.chooses else None,
+        position_BHS=segment.position_BHS if layer.chooses and layer.in_place else None, ring=layer.ring,
     )  # fmt: skip
 
 
-def count_attention(run: Run, step: StepDescriptor, layer: int) -> None:
-    """Count a layer's attention calls."""
+def count_attention(run: Run, layer: int, step: StepDescriptor) -> None:
+    """Count a layer's attention calls, and what dense ones read over the link."""
     if run.policy.mixes_heads and layer not in run.policy.config.dense_layers:
         run.meter.count("triton.mixed_attention", len(step.slow) + len(step.fast))
+        for row in (*step.slow, *step.fast):
+            run.count_heads(layer, row)
         return
+    run.store.count_read(layer, sum(run.requests[row].length for row in step.slow))
     run.meter.count("triton.dense_attention", len(step.slow))
     run.meter.count("triton.sparse_attention", len(step.fast))
 
@@ -146,13 +149,12 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
             layer.dense_heads[row] = policy.companion.dense_heads(layer.index, query_BHGTD.shape[1], slow=slow)
         with run.observer.span("attention.heads", layer.index):
             result = read(layer, step, query_BHGTD)
-        count_attention(run, step, layer.index)
     else:
         kind = "mixed" if step.fast and step.slow else "fast" if step.fast else "dense"
         moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
         with run.observer.span(f"attention.{kind}", layer.index, moved):
             result = read(layer, step, query_BHGTD, pseudo=pseudo)
-        count_attention(run, step, layer.index)
+    count_attention(run, layer.index, step)
     if result.logits_BHGWT is not None:
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
         select.hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)
@@ -174,10 +176,22 @@ def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: t
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
         if first:
             return attend_to_itself(layer, prompts, query_BHGTD)[rows]
+        if layer.ring is not None:
+            return _attend_staged(layer, prompts, query_BHGTD)[rows]
         return dense_attention.triton(
             query_BHGTD[rows], layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP[rows],
             layer.batch_pass.descriptor.length_B[rows], **layer.options,
         )  # fmt: skip
+
+
+def _attend_staged(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
+    # prompt by prompt, whose pages are brought to the device first
+    out = query_BHGTD.new_zeros(*query_BHGTD.shape[:4], layer.pages.value_PHNE.shape[3])
+    for row in prompts:
+        only, staged = slice(row, row + 1), layer.run.store.staged(layer.index, row, layer.run.requests[row].length)
+        length_1 = layer.batch_pass.descriptor.length_B[only]
+        out[only] = dense_attention.triton(query_BHGTD[only], *staged, length_1, **layer.options)
+    return out
 
 
 def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> bool:

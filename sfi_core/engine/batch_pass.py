@@ -1,7 +1,7 @@
 """The forward pass under way: what each request does in it, what all layers share, and who watches the layers."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -12,7 +12,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
 from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
-from sfi_kernels.step_descriptor import FAST, PROMPT, SLOW, StepDescriptor, StepRequest, describe_step, sent
+from sfi_kernels.step_descriptor import FAST, MODE, PROMPT, SLOW, StepDescriptor, StepRequest, describe_step, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,12 @@ class Rows:
         request_B = torch.arange(step.batch, dtype=torch.int32, device=table_BP.device)
         allowed_BT = allowed_positions(longest, sink_B, start_B)
         return cls((), request_B, sink_B, step.length_B, table_BP, allowed_BT, longest, sink)
+
+    @classmethod
+    def of_fast(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
+        """Make the rows of all requests for a choice, likewise; those of requests that are not fast are -1."""
+        rows = cls.of_all(sink, step, table_BP, 0)
+        return replace(rows, request_R=torch.where(step.table_BX[:, MODE] == FAST, rows.request_R, -1))
 
 
 def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor) -> torch.Tensor:

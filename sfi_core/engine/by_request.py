@@ -63,6 +63,8 @@ def _alike(layer: Layer) -> list[slice]:
 
 def _whole(layer: Layer, row: int, query: torch.Tensor, attention: Callable[[int, torch.Tensor], R]) -> R:
     run, prompt = layer.run, layer.batch_pass.passes[row].kind == PROMPT
+    if not prompt or layer.batch_pass.start[row]:  # a prompt's first piece reads nothing that was there before
+        run.store.count_read(layer.index, run.requests[row].length)
     path = f"{layer.backend}.prefill_attention" if prompt else f"{layer.decodes_by(query)}.dense_attention"
     run.meter.count(path)
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes((row,), dense=True)):
@@ -76,6 +78,7 @@ def _mixed(layer: Layer, rows: slice, query: torch.Tensor) -> torch.Tensor:
     heads = layer.dense_heads[row] = run.policy.companion.dense_heads(layer.index, query.shape[1], slow=state.slow)
     out = _sparse(layer, rows, query, "mixed_attention")
     if heads:
+        run.count_heads(layer.index, row)
         with run.observer.span("attention.heads", layer.index):
             dense, logits = layer.heads(row, query, heads, evidence=state.slow)
         for place, head in enumerate(heads):
@@ -95,13 +98,13 @@ def _sparse(
         # a slow step still reads the last selection, and all tokens since then
         starts = torch.tensor([run.requests[row].read_start for row in which], dtype=torch.int32)
         start_B = sent(starts, query.device)
-    pages = layer.pages.key_PHND, layer.pages.value_PHNE
+    *pages, table_BP, _ = layer.near
     packed = segment.key_BHSD[rows], segment.value_BHSE[rows], segment.length_BH[rows]
     by = fastest(layer.backend, query.device, *pages, *([] if layer.in_place else packed[:2]))
     run.meter.count(f"{by}.{path}", len(which))
     run.store.ready(layer.index)
     moved = layer.moved_bytes(which, dense=False)
-    paged = (*pages, run.store.block_table_BP[rows], start_B.contiguous(), step.length_B[rows].contiguous())
+    paged = (*pages, table_BP[rows], start_B.contiguous(), step.length_B[rows].contiguous())
     query = query[:, :, :, 0]
     options = {**layer.options, "pseudo": pseudo}
     with run.observer.span("attention.fast", layer.index, moved):

@@ -9,8 +9,7 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import NumericsError
 from sfi_kernels.compiled import fastest
 from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
-from sfi_kernels.pages import read_pages
-from sfi_kernels.partial_attention import streamed_attention, streamed_attention_with_logits, streamed_logits
+from sfi_kernels.pages import Ring, read_pages
 from sfi_kernels.step_descriptor import StepDescriptor
 
 FEW = 8  # queries of a request that compiled loops take sooner than matrix products
@@ -23,7 +22,7 @@ class Layer:
     batch here. The ops take `logit_options`, the scale and soft cap of the logits, or `options`, which have the learned
     sink logits too. `dense_heads` has by row the KV heads that read everything, if the policy mixes heads in a step.
     `new` are the pass's keys [B, H, T, D] and values [B, H, T, E], a request's own last, if the host hands them over.
-    `later` are selections to run after the watchers.
+    `ring` is the store's. `later` are selections to run after the watchers.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Layer:
     ) -> None:  # fmt: skip
         self.run, self.index, self.batch_pass = run, index, run.batch_pass
         self.backend = run.store.backend
-        self.pages = run.store.pages(index)
+        self.pages, self.ring = run.store.pages(index), run.store.ring(index)
         self.left_dense = index in run.policy.config.dense_layers
         self.logit_options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
         self.options = run.options[index] = {**self.logit_options, "sink_HG": sink_HG}
@@ -41,6 +40,11 @@ class Layer:
         self.chooses = run.policy.chooses and not self.left_dense
         self.dense_heads: dict[int, Sequence[int]] = {}
         self.later: list[Callable[[], None]] = []
+
+    @property
+    def near(self) -> Ring:
+        """Pages on the device with the recent tokens: the ring, or those of all tokens."""
+        return self.ring or Ring(self.pages.key_PHND, self.pages.value_PHNE, self.run.store.block_table_BP)
 
     @property
     def step(self) -> StepDescriptor:
@@ -60,24 +64,17 @@ class Layer:
 
     def dense(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
         """Attend causally with a request's last W queries to its whole history, [1, H, G, W, E]."""
-        store, length = self.run.store, self.run.requests[row].length
-        if not store.whole_on_device:
-            blocks = store.blocks(self.index, row, length)
-            return streamed_attention(query_1HGWD, blocks, length, **self.options)
         return dense_attention.on(self.backend)(query_1HGWD, *self._whole(row), **self.options)
 
     def decodes_by(self, query_1HGWD: torch.Tensor) -> str:
         """Return the backend of dense attention with a decoding request's queries: numba's loops take a few."""
-        if query_1HGWD.shape[3] > FEW or not self.run.store.whole_on_device:
+        if query_1HGWD.shape[3] > FEW:
             return self.backend
         return fastest(self.backend, query_1HGWD.device, self.pages.key_PHND, self.pages.value_PHNE)
 
     def dense_with_logits(self, row: int, query_1HGWD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend as `dense` does, over two tiers with one query; also return the last one's logits: the evidence."""
-        store, by = self.run.store, self.decodes_by(query_1HGWD)
-        if not store.whole_on_device:
-            blocks = store.blocks(self.index, row, self.run.requests[row].length)
-            return streamed_attention_with_logits(query_1HGWD, blocks, **self.options)
+        """Attend as `dense` does; also return the last query's logits: the evidence."""
+        by = self.decodes_by(query_1HGWD)
         # quicker than one pass for both
         if by != "numba" and query_1HGWD.shape[3] > 1 and query_1HGWD.dtype == torch.float32:
             return self.dense(row, query_1HGWD), self.logits((row,), query_1HGWD[:, :, :, -1:])
@@ -85,7 +82,7 @@ class Layer:
 
     def check_prompt(self, row: int, query_1HGWD: torch.Tensor, out_1HGWE: torch.Tensor) -> None:
         """Raise `NumericsError` if a prompt's attention on a CPU is not finite although its inputs are (bfloat16)."""
-        if out_1HGWE.device.type != "cpu" or bool(out_1HGWE.isfinite().all()) or not self.run.store.whole_on_device:
+        if out_1HGWE.device.type != "cpu" or bool(out_1HGWE.isfinite().all()):
             return
         key_PHND, value_PHNE, (table_P,), _ = self._whole(row)
         length = self.run.requests[row].length
@@ -101,7 +98,7 @@ class Layer:
         """Attend as `dense` does, with the one query of a decoding request, or the few of a verification."""
         if self.decodes_by(query_1HGWD) == "numba":
             return dense_attention.numba(query_1HGWD, *self._whole(row), **self.options)
-        if query_1HGWD.shape[3] == 1 or query_1HGWD.dtype == torch.float32 or not self.run.store.whole_on_device:
+        if query_1HGWD.shape[3] == 1 or query_1HGWD.dtype == torch.float32:
             return self.dense(row, query_1HGWD)
         return self.dense_with_logits(row, query_1HGWD)[0]
 
@@ -112,34 +109,29 @@ class Layer:
 
         Return their output, [1, R, G, 1, E], and with `evidence` all heads' logits, -inf for heads not asked for.
         """
-        store, length = self.run.store, self.run.requests[row].length
+        length, (key_PHND, value_PHNE, *rows) = self.run.requests[row].length, self._whole(row)
         sink_HG, logits, outs = self.options["sink_HG"], None, []
         if evidence:
             logits = query_1HG1D.new_full((*query_1HG1D.shape[:4], length), -torch.inf, dtype=torch.float32)
         for head in heads:
-            only, blocks = slice(head, head + 1), store.blocks(self.index, row, length, head)
+            only = slice(head, head + 1)
             options = {**self.logit_options, "sink_HG": None if sink_HG is None else sink_HG[only]}
+            operands = query_1HG1D[:, only], key_PHND[:, only], value_PHNE[:, only], *rows
             if logits is None:
-                out = streamed_attention(query_1HG1D[:, only], blocks, length, **options)
+                out = dense_attention.on(self.backend)(*operands, **options)
             else:
-                out, logits[:, only] = streamed_attention_with_logits(query_1HG1D[:, only], blocks, **options)
+                out, logits[:, only] = dense_attention_with_logits.on(self.backend)(*operands, **options)
             outs.append(out)
         return torch.cat(outs, 1), logits
 
     def logits(self, rows: Sequence[int], query_RHGWD: torch.Tensor) -> torch.Tensor:
         """Return the logits of some requests' last W queries, [R, H, G, W, T] float32."""
-        store, chosen = self.run.store, self.run.rows(tuple(rows))
-        if store.whole_on_device:
-            return window_logits.on(self.backend)(
-                query_RHGWD, self.pages.key_PHND, chosen.table_RP, chosen.length_R, **self.logit_options,
-                longest=chosen.longest,
-            )  # fmt: skip
-        made = query_RHGWD.new_full((*query_RHGWD.shape[:4], chosen.longest), -torch.inf, dtype=torch.float32)
-        for place, row in enumerate(rows):
-            length, only = self.run.requests[row].length, slice(place, place + 1)
-            blocks = store.blocks(self.index, row, length)
-            made[only, ..., :length] = streamed_logits(query_RHGWD[only], blocks, length, **self.logit_options)
-        return made
+        chosen, (D, E) = self.run.rows(tuple(rows)), (x.shape[3] for x in self.pages.tensors[:2])
+        self.run.store.count_read(self.index, sum(self.run.requests[row].length for row in rows) * D / (D + E))
+        return window_logits.on(self.backend)(
+            query_RHGWD, self.pages.key_PHND, chosen.table_RP, chosen.length_R, **self.logit_options,
+            longest=chosen.longest,
+        )  # fmt: skip
 
     def _whole(self, row: int) -> tuple[torch.Tensor, ...]:
         only, step = slice(row, row + 1), self.batch_pass.descriptor

@@ -117,9 +117,10 @@ class KernelReport:
 class TierReport:
     """The bytes of a run under a device budget of `allowed_bytes`, and the `recall_seconds` that steps waited for rows.
 
-    `device_bytes` are recent pages, norms, resident heads, buffers, packed segments and summaries; `host_bytes` all
-    keys and values. Copied were `offloaded_bytes` to the host, and to the device `streamed_bytes` for dense reads and
-    `recalled_bytes`, selected rows in decoding steps. Recalls on a CUDA stream of their own let no step wait.
+    `device_bytes` are recent pages, norms, resident layers and heads, buffers, packed segments and summaries;
+    `host_bytes` keys and values in host memory. `offloaded_bytes` were written there; the device read there
+    `streamed_bytes` for dense attention and for the policy, and `recalled_bytes`, selected rows in decoding steps.
+    Recalls on a CUDA stream of their own let no step wait.
     """
 
     device_bytes: int
@@ -137,15 +138,16 @@ class TierReport:
         store, meter, budget = run.store, run.meter, run.engine.kv_device_budget
         if not isinstance(store, TwoTierStore) or budget is None:
             return None
-        store.side.join()  # recalls for a next step may be under way
+        store.join()  # recalls for a next step may be under way
         segments = sum(segment.nbytes for segment in run.segments.values())
         notes = sum(map(_nbytes, run.notes.values()))
         kept = sum(kept.nbytes for kept in run.kept.values())
-        recalled = meter.recalled_bytes
+        recalled, hosted = meter.recalled_bytes, [layer for layer in store.layers if store.ring(layer) is not None]
+        written = sum(state.length for state in run.states) * sum(store.pages(layer).row_bytes for layer in hosted)
         return cls(
             device_bytes=store.device_bytes + segments + notes + kept,
-            allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.host_bytes), host_bytes=store.host_bytes,
-            offloaded_bytes=store.stream.offloaded_bytes, streamed_bytes=store.stream.copied_bytes,
+            allowed_bytes=DeviceBudget.parse(budget).bytes_of(store.cache_bytes), host_bytes=store.host_bytes,
+            offloaded_bytes=written, streamed_bytes=store.traffic["streamed"],
             recalled_bytes=recalled, recalled_bytes_per_step=recalled / max(1, run.step),
             recall_seconds=meter.recall_seconds,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """One run of the slow-fast decoder over a batch: the KV store, the requests' states, and each step, for any host."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -230,7 +230,7 @@ class Run:
         config = self.policy.config
         rows = config.sink + min(config.budget, self.store.capacity) * self.policy.selects
         if layer not in self.segments:
-            pages = self.store.pages(layer)
+            pages = self.store.ring(layer) or self.store.pages(layer)
             self.segments[layer] = PackedSegment(self.store.batch, rows, pages, packs=not self.in_place)
         self.segments[layer].reserve(rows)  # more rows once the store has grown
         return self.segments[layer]
@@ -247,7 +247,7 @@ class Run:
         """
         capacity, kept = self.store.capacity, self.kept.get(layer)
         if kept is None and self.policy.has_kept:
-            pages, self.groups[layer] = self.store.pages(layer), group
+            pages, self.groups[layer] = self.store.ring(layer) or self.store.pages(layer), group
             sizes = self.store.batch, group, pages.key_PHND, pages.value_PHNE, capacity
             kept = self.policy.companion.keeps(*sizes)
         if kept is not None:
@@ -261,6 +261,13 @@ class Run:
             marks = torch.tensor([[int(head in dense) for head in range(heads)] for dense in kinds], dtype=torch.int32)
             self.dense_heads[layer] = sent(marks, self.device)
         return self.dense_heads[layer]
+
+    def count_heads(self, layer: int, row: int) -> None:
+        """Note what the KV heads of a request that read everything read over the link."""
+        ring, state, heads = self.store.ring(layer), self.requests[row], self.store.pages(layer).key_PHND.shape[1]
+        homes = 0 if ring is None or ring.heads is None else ring.heads.key_PRND.shape[1]
+        dense = len(self.policy.companion.dense_heads(layer, heads, slow=state.slow))
+        self.store.count_read(layer, max(0, dense - homes) / heads * state.length)
 
     def reads(self, state: RequestState) -> Reads:
         """Count what a request's step reads."""
@@ -286,22 +293,28 @@ class Run:
         """Count the Triton kernels launched inside."""
         return counting(self.meter.kernels) if self.store.backend == "triton" else nullcontext()
 
-    def tell_recall(self, layer: int, rows: Sequence[int], recall: Recall) -> None:
-        """Count a layer's recall, and tell the observer, once the rows have arrived from the host."""
+    def tell_recall(self, layers: Sequence[int], places: Mapping[int, int], recall: Recall) -> None:
+        """Count some layers' recall, and tell the observer, once the rows have arrived from the host.
+
+        `places` has by row of the batch the request's place among those of a layer in the recall.
+        """
         batch_step, observer, meter = self.step, self.observer, self.meter
-        steps = [(self.requests[row].request, self.requests[row].step) for row in rows]
+        steps = [(place, self.requests[row].request, self.requests[row].step) for row, place in places.items()]
 
         def tell() -> None:
             if batch_step > 0:  # those of step 0 belong to reading the prompt
                 rows, size = recall.rows_RH.sum(), recall.row_bytes
                 meter.recalled[size] = meter.recalled[size] + rows if size in meter.recalled else rows
                 meter.recall_seconds += recall.waited
-            for place, (request, step) in enumerate(steps):
-                event = RecallEvent(
-                    request=request, step=step, layer=layer, rows_H=recall.rows_RH[place],
-                    row_bytes=recall.row_bytes, waited_us=recall.waited * 1e6 / len(steps),
-                )  # fmt: skip
-                observer.on(event)
+            if RecallEvent not in observer.wants:
+                return
+            for layer, rows_RH in zip(layers, recall.rows_RH.chunk(len(layers)), strict=True):
+                for place, request, step in steps:
+                    event = RecallEvent(
+                        request=request, step=step, layer=layer, rows_H=rows_RH[place],
+                        row_bytes=recall.row_bytes, waited_us=recall.waited * 1e6 / len(steps),
+                    )  # fmt: skip
+                    observer.on(event)
 
         recall.then(tell)
 

@@ -102,10 +102,11 @@ def choose(
     position_BHS, length_BH = segment.position_BHS, segment.length_BH
     if not layer.in_place:  # the segment has the positions of the rows that it holds
         position_BHS, length_BH = torch.empty_like(position_BHS), torch.empty_like(length_BH)
+    near = layer.near
     batch = BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
-        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=layer.pages.key_PHND, value_PHNE=layer.pages.value_PHNE,
-        block_table_BP=run.store.block_table_BP, descriptor=step, position_BHS=position_BHS,
+        query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=near.key_PHND, value_PHNE=near.value_PHNE,
+        block_table_BP=near.block_table_BP, descriptor=step, position_BHS=position_BHS,
         length_BH=length_BH, scale=layer.logit_options["scale"],
         evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest),
         kept=run.keep(layer.index, query_BHG1D.shape[2]),
@@ -188,12 +189,11 @@ def put(layers: Sequence[Layer], rows: tuple[int, ...], selection: Selection | N
     if selection is None:
         return
     layer, run = layers[0], layers[0].run
-    recall = pack(layers, run.rows(rows), selection)
+    recall, places = pack(layers, run.rows(rows), selection), {row: place for place, row in enumerate(rows)}
     if recall is not None:
-        run.tell_recall(layer.index, rows, recall)
+        run.tell_recall((layer.index,), places, recall)
     if not layer.in_place:
         run.meter.count(f"{layer.backend}.pack", len(layers) * len(rows))
-    places = {row: place for place, row in enumerate(rows)}
     note(run, [each.index for each in layers], places, selection)
 
 
@@ -295,7 +295,7 @@ def layer_context(
         keys=lambda place, start, stop: run.store.keys(index, rows[place], start, stop),
         values=lambda place, start, stop: run.store.values(index, rows[place], start, stop),
         notes=tuple(run.notes[state.request, index] for state in states), kept=kept,
-        whole_on_device=run.store.whole_on_device,
+        whole_on_device=layer.ring is None,
     )  # fmt: skip
 
 

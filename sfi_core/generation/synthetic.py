@@ -65,7 +65,7 @@ class SyntheticPrompt:
     def held_bytes(self) -> int:
         """Bytes of the filled store, in the memory of the model's device."""
         if isinstance(self.store, TwoTierStore):
-            one_memory = self.store.stream.device.type == "cpu"
+            one_memory = self.store.device.type == "cpu"
             return self.store.device_bytes + (self.store.host_bytes if one_memory else 0)
         if self.store is None:
             return 0

@@ -13,6 +13,7 @@ from sfi_core.machine.versions import versions
 
 STATUS, CLEAR_REFS, MEMINFO = (Path("/proc") / name for name in ("self/status", "self/clear_refs", "meminfo"))
 CPUINFO = Path("/proc/cpuinfo")
+GROUPS, OWN_GROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # version 2
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -21,7 +22,8 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached
-    return _field(MEMINFO, "MemAvailable:")
+    left = [size for size in (_field(MEMINFO, "MemAvailable:"), _group_bytes()) if size is not None]
+    return min(left, default=None)
 
 
 def give_back(device: torch.device) -> None:
@@ -65,6 +67,16 @@ def peak_bytes(device: torch.device) -> int:
 def _field(path: Path, name: str) -> int | None:
     kib = _found(path, rf"^{name}\s*(\d+)")
     return None if kib is None else int(kib) * 1024
+
+
+def _group_bytes() -> int | None:
+    # what the limits of the process's control groups leave, but for files that the system would drop
+    own, left = GROUPS / (_found(OWN_GROUP, r"^0::/(.*)$") or ""), []
+    for group in (own, *own.parents):
+        if limit := _found(group / "memory.max", r"^(\d+)$"):
+            used = int(_found(group / "memory.current", r"(\d+)") or 0)
+            left.append(int(limit) - used + int(_found(group / "memory.stat", r"^inactive_file (\d+)") or 0))
+    return max(0, min(left)) if left else None
 
 
 def _max_rss() -> int:

@@ -55,7 +55,7 @@ class EngineOptions(Table):
     kv_device_budget: str | None = setting(
         None, "Keep all keys and values in host memory, and at most this much on the device: 20%, 2GiB; none: all."
     )
-    kv_page: int = setting(32, "Under a device budget: tokens of a page, which goes to host memory whole.", least=1)
+    kv_page: int = setting(32, "Under a device budget: tokens of a page, a multiple of 16 on a GPU.", least=1)
     kv_dtype: str = setting("auto", "On a CPU, the KV cache's numbers: the model's, or 16 bits.", choices=KV_DTYPES)
     backend: str = setting("auto", "What computes attention; auto takes triton on a CUDA device.", choices=BACKENDS)
     prefill_chunk: int = setting(4096, "Prompt tokens of one forward pass; 0 for all at once.", least=0)

@@ -12,7 +12,6 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DeviceBudget
 from sfi_core.sizes.memory import FLOAT32, INT32, packed_rows
 from sfi_core.sizes.step import ByteModel, fast_tokens
-from sfi_core.state.host_tier import BUFFERS, block_tokens
 from sfi_core.state.layer_pages import LayerShape, SegmentShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -117,10 +116,11 @@ def norm_count(free: int, layers: int, shape: SegmentShape) -> int:
 class TwoTierBytes:
     """Bytes of a two-tier KV cache."""
 
-    host_bytes: int  # every layer's keys and values, rounded up to pages
+    cache_bytes: int  # every layer's keys and values, rounded up to pages
+    host_bytes: int  # those in host memory
     # on the device, by purpose: `ring`, pages of the recent tokens; `packed`, sink and selected rows; `scratch`, for
-    # one request's recalled rows; `norms` of the keys; `notes` of the policy, above all summaries of pages; `stream`,
-    # buffers of dense reads; `resident`, heads that stay on the device
+    # a layer's old rows during a recall; `norms` of the keys; `notes` of the policy, above all summaries of pages;
+    # `stage`, a layer's pages of one request, for a later piece of its prompt; `resident`, layers and heads
     parts: Mapping[str, int]
 
     @property
@@ -137,11 +137,13 @@ def two_tier_bytes(
     capacity: int,
     page: int,
     longest_recent: int,
-    resident: bool = False,
+    resident: Callable[[int, int], Sequence[int]] | None = None,
+    stages: bool = False,
 ) -> TwoTierBytes:
     """Add up the bytes of a two-tier KV cache; layers of windows or states alone are left out.
 
-    Layers left dense have no packed segment and no notes; `resident` counts the heads that stay on the device.
+    Layers left dense have no packed segment and no notes. `resident` is `TwoTierStore`'s; `stages` says whether a
+    piece of a prompt needs a layer's pages on the device.
     """
     full = {index: layer for index, layer in enumerate(layers) if layer.window is None}
     sparse = [layer for index, layer in full.items() if index not in policy.config.dense_layers]
@@ -151,22 +153,20 @@ def two_tier_bytes(
     rows = packed_rows(policy, pages * page)
     # rows with their positions, and how many count
     packed = [rows * layer.row_bytes + INT32 * layer.heads * (rows + 1) for layer in sparse]
-    head_bytes = sum(
-        layer.row_bytes // layer.heads * len(policy.resident(index, layer.heads)) for index, layer in keeping.items()
-    )
-    row_bytes = [layer.row_bytes for layer in keeping.values()]
-    norm_bytes = FLOAT32 * sum(layer.heads for layer in keeping.values())
+    heads = {index: len(resident(index, layer.heads)) if resident else 0 for index, layer in keeping.items()}
+    hosted = [layer.row_bytes for index, layer in keeping.items() if heads[index] < layer.heads]
     room = batch * pages * page
     parts = {
-        "ring": batch * ring * (sum(row_bytes) + norm_bytes),
+        "ring": batch * ring * sum(hosted),
         "packed": batch * sum(packed),
-        "scratch": max(packed, default=0),
-        "norms": room * norm_bytes,
+        "scratch": batch * max(packed, default=0) if hosted else 0,
+        "norms": room * FLOAT32 * sum(layer.heads for layer in keeping.values()),
         "notes": batch * sum(policy.summary_bytes(layer, pages * page) for layer in sparse),
-        "stream": BUFFERS * block_tokens(pages * page, page) * max(row_bytes, default=0),
-        "resident": room * head_bytes if resident else 0,
+        "stage": pages * page * max(hosted, default=0) if stages else 0,
+        "resident": room * sum(layer.row_bytes // layer.heads * heads[index] for index, layer in keeping.items()),
     }
-    return TwoTierBytes(room * sum(row_bytes), MappingProxyType(parts))
+    cache = room * sum(layer.row_bytes for layer in keeping.values())
+    return TwoTierBytes(cache, room * sum(hosted), MappingProxyType(parts))
 
 
 def ring_pages(longest_recent: int, page: int) -> int:
@@ -177,9 +177,9 @@ def ring_pages(longest_recent: int, page: int) -> int:
 def check_device_budget(budget: DeviceBudget, expected: TwoTierBytes, least_bytes: int) -> None:
     """Raise `ConfigError` for a device budget that a run's two-tier cache exceeds.
 
-    It may be a share of `expected.host_bytes`; `least_bytes` are those of a step with `config.recent` recent tokens.
+    It may be a share of `expected.cache_bytes`; `least_bytes` are those of a step with `config.recent` recent tokens.
     """
-    allowed = budget.bytes_of(expected.host_bytes)
+    allowed = budget.bytes_of(expected.cache_bytes)
     if allowed < least_bytes:
         raise ConfigError(
             f"kv_device_budget must hold sink + recent + one page, at least {least_bytes} bytes, got "

@@ -8,21 +8,22 @@ rows list the same first pages, and behind these each its own.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 
-from sfi_core.state.kv_store import KVStore
+from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment, tokens_of
+from sfi_core.state.side_stream import SideStream
 from sfi_kernels.pack import append, pack
-from sfi_kernels.pages import read_pages
 
 
 class PagedView(KVStore):
     """Reads the pages of every layer by one block table; `KVCache` or vLLM (`hosts/vllm/worker.py`) writes them."""
 
     whole_on_device = True
+    side = SideStream()
 
     def __init__(self, backend: str, page_size: int, block_table_BP: torch.Tensor) -> None:
         """View the pages of a block table."""
@@ -37,22 +38,14 @@ class PagedView(KVStore):
     def pack_into(
         self, segment: PackedSegment, layer: int, request_R: torch.Tensor, sink_R: torch.Tensor,
         index_RHK: torch.Tensor, most_sink: int, heads_RH: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> Recall | None:  # fmt: skip
         """See `KVStore`: one kernel gathers the rows from the pages (Reorg)."""
         segment.reserve(most_sink + index_RHK.shape[2])
         key_PHND, value_PHNE, _ = self.layers[layer].tensors
         chosen = self.block_table_BP, request_R, index_RHK, sink_R
         heads = None if heads_RH is None else heads_RH.int()
         pack.on(self.backend)(key_PHND, value_PHNE, *chosen, *segment.tensors, heads_RH=heads)
-
-    def blocks(
-        self, layer: int, row: int, length: int, head: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """See `KVStore`: one block, a view if one page holds the request."""
-        heads = slice(None) if head is None else slice(head, head + 1)
-        pages, table_P = self.layers[layer], self.block_table_BP[row]
-        key, value = (x[:, heads] for x in (pages.key_PHND, pages.value_PHNE))
-        yield 0, read_pages(key, table_P, 0, length), read_pages(value, table_P, 0, length)
+        return None
 
     def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
         """See `KVStore`."""

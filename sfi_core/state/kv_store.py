@@ -1,13 +1,14 @@
 """The interface of KV stores."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment
-from sfi_core.state.side_stream import Job
+from sfi_core.state.side_stream import Job, SideStream
+from sfi_kernels.pages import Ring
 
 
 @dataclass(slots=True)
@@ -28,8 +29,9 @@ class KVStore(Protocol):
     """The keys, values and key norms of a batch of requests, by layer; their tokens are `RequestState.length`.
 
     `block_table_BP` has each request's page numbers, int32; `layers` what the store keeps of each layer that it knows.
-    The `pages` of a store that is not `whole_on_device` hold the recent tokens only; `blocks` reads all. The requests
-    begin with the same `shared` tokens, which are stored once, for all.
+    The `pages` hold all tokens; those of a store that is not `whole_on_device` are in host memory, but for layers
+    without a `ring`. `side` brings rows from there. The requests begin with the same `shared` tokens, which are stored
+    once, for all.
     """
 
     batch: int
@@ -39,6 +41,7 @@ class KVStore(Protocol):
     layers: LayerTable[Any]
     whole_on_device: bool
     shared: int = 0
+    side: SideStream
 
     @property
     def capacity(self) -> int:
@@ -75,10 +78,20 @@ class KVStore(Protocol):
     def pages(self, layer: int) -> LayerPages:
         """Return a layer's pages."""
 
-    def blocks(
-        self, layer: int, row: int, length: int, head: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Read `length` tokens of a row in blocks: first position, keys [1, H, N, D], values [1, H, N, E], not kept."""
+    def ring(self, layer: int) -> Ring | None:
+        """Return a layer's pages on the device with the recent tokens; None where all its pages are there."""
+        del layer
+        return None
+
+    def staged(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return pages on the device with a request's first tokens, and their table, [1, P], until the next call."""
+        del length
+        key_PHND, value_PHNE, _ = self.pages(layer).tensors
+        return key_PHND, value_PHNE, self.block_table_BP[row : row + 1]
+
+    def count_read(self, layer: int, tokens: float) -> None:
+        """Note that the device has read so many tokens of a layer over the link, if they are in host memory."""
+        del layer, tokens
 
     def keys(self, layer: int, row: int, start: int, stop: int) -> torch.Tensor:
         """Return a request's keys of positions `start` to `stop` - 1, [1, H, T, D], without a sync."""
@@ -116,6 +129,10 @@ class KVStore(Protocol):
     def ready(self, layer: int) -> None:
         """Let the main stream wait for the rows that `pack_into` brings to a layer; none by default."""
         del layer
+
+    def join(self) -> None:
+        """Let the main stream wait for all rows that `pack_into` brings; none by default."""
+        self.side.join()
 
     def row(self, row: int) -> "KVStore":
         """Return one request's part as a store of batch 1 over the same memory, which must not grow."""

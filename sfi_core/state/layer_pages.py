@@ -7,6 +7,8 @@ from typing import Self, TypeVar
 
 import torch
 
+from sfi_kernels.pages import Ring
+
 T = TypeVar("T")
 
 
@@ -112,7 +114,7 @@ class SegmentShape:
     device: torch.device
 
     @classmethod
-    def of(cls, pages: LayerPages) -> "SegmentShape":
+    def of(cls, pages: LayerPages | Ring) -> "SegmentShape":
         """Read the shape of a layer's pages."""
         (_, H, _, D), key = pages.key_PHND.shape, pages.key_PHND
         return cls(heads=H, key_width=D, value_width=pages.value_PHNE.shape[3], dtype=key.dtype, device=key.device)
@@ -129,7 +131,7 @@ class PackedSegment:
     Only the first `length_BH` rows are read; `position_BHS` are their positions, padded with -1. Both are int32.
     """
 
-    def __init__(self, batch: int, rows: int, like: "LayerPages | SegmentShape", *, packs: bool = True) -> None:
+    def __init__(self, batch: int, rows: int, like: LayerPages | Ring | SegmentShape, *, packs: bool = True) -> None:
         """Allocate `rows` rows for each request of a batch; without `packs` positions alone, for attention in pages."""
         shape = like if isinstance(like, SegmentShape) else SegmentShape.of(like)
         H, device = shape.heads, shape.device

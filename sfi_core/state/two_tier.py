@@ -1,36 +1,34 @@
 """The two-tier KV store: all keys and values in host memory, on the device those that steps read.
 
-On the device a layer has a ring of pages with the recent tokens, the norms of all keys, and the KV heads that are never
-offloaded (`resident`). Page p of a request is ring page p mod R, so that the block table never changes and kernels read
-the recent tokens like any pages. Packed segment and page summaries belong to the engine and the policy.
+The host's pages are written with every token, by the launch that writes the device, so that they never lack one. Dense
+reads take them in place: Triton kernels over the link, from pinned memory. On the device a layer has a ring of pages
+with the recent tokens and the norms of all keys; layers and KV heads that are `resident` have all their pages there.
+Page p of a request is ring page p mod R, so that no table changes and CUDA graphs can hold the steps. Packed segment
+and page summaries belong to the engine and the policy.
 
-A page is copied to the host when it is complete. `recall` copies selected rows back (FreeKV, Sec. 4.2;
-SyncKV, Eq. 7) on a stream of its own; only the fast step that reads them waits for them. A dense read streams
-the host's pages through two buffers. Without CUDA both tiers are host memory and the same code runs.
+`recall` reads selected rows from the host (FreeKV, Sec. 4.2; SyncKV, Eq. 7) on a stream of its own; only the step that
+attends to them waits. Without CUDA both tiers are host memory and the same code runs.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
 
 import torch
 
 from sfi_core.errors import ConfigError
-from sfi_core.state.host_tier import HostStream, LayerTiers, block_tokens
-from sfi_core.state.kv_store import KVStore, Recall
-from sfi_core.state.layer_pages import LayerPages, LayerTable, PackedSegment, tokens_of
+from sfi_core.state.host_memory import HostMemory
+from sfi_core.state.kv_cache import PagedView
+from sfi_core.state.kv_store import Recall
+from sfi_core.state.layer_pages import LayerPages, PackedSegment
 from sfi_core.state.side_stream import Job, SideStream
 from sfi_kernels.pack import append, recall
-from sfi_kernels.step_descriptor import sent
+from sfi_kernels.pages import HeadPages, Ring
 
 
-class TwoTierStore(KVStore):
-    """A `KVStore` with two tiers; a request's ring has `ring_pages`, R.
-
-    Page p of a request has the numbers `block_table_BP` there and `host_table_BP` on the host, int32. `side` runs
-    offloads, of layer i in place 2 i, and recalls, in 2 i + 1. `stream` copies pages to the host, and blocks back.
-    """
+class TwoTierStore(PagedView):
+    """A `KVStore` with two tiers; a request's ring has `ring_pages`, R. `side` runs the recalls, by layer."""
 
     whole_on_device = False
 
@@ -44,37 +42,50 @@ class TwoTierStore(KVStore):
         backend: str = "torch",
         side: SideStream | None = None,
         resident: Callable[[int, int], Sequence[int]] | None = None,
+        host_bytes: int = 0,
     ) -> None:
         """Plan for `capacity` tokens in each of `batch` requests; a request's ring must hold its recent tokens.
 
-        A `side` of None runs offloads and recalls in order. `resident` returns the resident KV heads, given a layer and
-        its number of heads.
+        A `side` of None runs recalls in order. `resident` returns the resident KV heads, given a layer and its number
+        of heads; a layer whose heads all are has nothing in host memory, where `host_bytes` are planned.
         """
-        self.batch, self.backend, self.page_size = batch, backend, page_size
         self.pages_per_request = -(-capacity // page_size)
         self.ring_pages = min(ring_pages, self.pages_per_request)
         page_P, row_B1 = torch.arange(self.pages_per_request), torch.arange(batch)[:, None]
-        self.block_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
-        self.host_table_BP = (row_B1 * self.pages_per_request + page_P).int()
+        super().__init__(backend, page_size, (row_B1 * self.pages_per_request + page_P).int())
+        self.ring_table_BP = (row_B1 * self.ring_pages + page_P % self.ring_pages).int()
         self.side = side or SideStream()
-        self.layers: LayerTable[LayerTiers] = LayerTable()
-        self._resident = resident
+        self.device = torch.device("cpu")
+        self.traffic = Counter[str]()  # bytes over the link: `streamed`, read by dense attention or by a policy
+        self._resident, self._rings, self._memory = resident, dict[int, Ring](), HostMemory(host_bytes)
+        self._first = 0  # the first request's row in the pages
         # kept because PyTorch's allocator would reuse tensors that only another stream still reads
         self._recalling: dict[int, Job] = {}
-        self._scratch = [torch.empty(0)] * 4  # memory for one recall at a time, by the segment's tensor
-        self.stream = HostStream(self.side, block_tokens(self.capacity, page_size))
-        self._end = [0] * batch  # tokens of each row, as of the last append
+        self._old = [torch.empty(0)] * 4  # a copy of one layer's segments, by tensor, for one recall at a time
+        self._stage: list[torch.Tensor] = []
 
     @property
     def device_bytes(self) -> int:
         """Bytes on the device, without packed segments and page summaries."""
-        tensors = [tensor for tiers in self.layers.values() for tensor in tiers.tensors]
-        return sum(x.nbytes for x in [*tensors, *self.stream.buffers, *self._scratch])
+        tensors = [pages.norm_PHN for pages in self.layers.values()]
+        for layer, pages in self.layers.items():
+            ring = self._rings.get(layer)
+            tensors += [pages.key_PHND, pages.value_PHNE] if ring is None else ring[:2]
+            tensors += [] if ring is None or ring.heads is None else ring.heads[1:]
+        return sum(tensor.nbytes for tensor in [*tensors, *self._old, *self._stage])
 
     @property
     def host_bytes(self) -> int:
         """Bytes in host memory."""
-        return sum(tiers.host_PHX.nbytes for tiers in self.layers.values())
+        return self._bytes(self._rings)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return self._bytes(self.layers)
+
+    def _bytes(self, layers: Iterable[int]) -> int:
+        return sum(part.nbytes for layer in layers for part in self.layers[layer].tensors[:2])
 
     def grow(self, capacity: int) -> None:
         """See `KVStore`; raises `ConfigError`, since a device budget needs the run's length beforehand."""
@@ -88,158 +99,136 @@ class TwoTierStore(KVStore):
         self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor,
         count_B: torch.Tensor, start: Sequence[int], count: Sequence[int],
     ) -> LayerPages:  # fmt: skip
-        """See `KVStore`: write the ring, keep the norms, and offload the pages that are complete."""
+        """See `KVStore`: one launch writes the pages in both tiers."""
         if layer not in self.layers:
-            self.layers[layer] = self._allocate(layer, key_BHTD, value_BHTE)
-        tiers, N = self.layers[layer], self.page_size
-        norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
-        complete = []
-        for row, (begin, new) in enumerate(zip(start, count, strict=True)):
-            new_tokens = slice(key_BHTD.shape[2] - new, None)
-            key_HTD, value_HTE = key_BHTD[row, :, new_tokens], value_BHTE[row, :, new_tokens]
-            positions = slice(begin, begin + new)
-            tiers.norm_BHT[row, :, positions] = norm_BHT[row, :, new_tokens]
-            for place, head in enumerate(tiers.resident):
-                tiers.key_BRTD[row, place, positions] = key_HTD[head]
-                tiers.value_BRTE[row, place, positions] = value_HTE[head]
-            if (begin + new) // N > begin // N:
-                first = row * self.ring_pages + begin // N % self.ring_pages
-                pages = tiers.complete(first, begin, key_HTD, value_HTE)
-                complete.append((row * self.pages_per_request + begin // N, pages))
-            self._end[row] = begin + new
-        room = self.ring_pages * self.page_size
-        if max(count) > room:  # the ring keeps the last tokens of a long piece
-            lasts = [min(new, room) for new in count]
-            begins = [b + n - k for b, n, k in zip(start, count, lasts, strict=True)]
-            start_B, count_B = sent(torch.tensor([begins, lasts], dtype=torch.int32), start_B.device)
-        append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *tiers.ring.tensors, self.block_table_BP)
-        if complete:
-            self.stream.offload(2 * layer, tiers.host_PHX, complete)
-        return tiers.ring
+            self.allocate(layer, key_BHTD, value_BHTE)
+        pages, ring = self.layers[layer], self._rings.get(layer)
+        append.on(self.backend)(key_BHTD, value_BHTE, start_B, count_B, *pages.tensors, self.block_table_BP, ring=ring)
+        return pages
 
-    def pages(self, layer: int) -> LayerPages:
-        """See `KVStore`: the ring."""
-        return self.layers[layer].ring
-
-    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
-        # from the ring if it has all of them, else from the host
-        ring_PHNX = self.layers[layer].ring.tensors[which]
-        if start >= self._end[row] - self.ring_pages * self.page_size:
-            return tokens_of(ring_PHNX, self.block_table_BP[row], start, stop)
-        rows_1HTX = ring_PHNX.new_empty(1, ring_PHNX.shape[1], stop - start, ring_PHNX.shape[3])
-        for first, *both in self.blocks(layer, row, stop):
-            block_1HNX = both[which][:, :, max(0, start - first) :]
-            end = first + both[which].shape[2] - start
-            if end > 0:
-                rows_1HTX[:, :, end - block_1HNX.shape[2] : end] = block_1HNX
-        return rows_1HTX
-
-    def blocks(
-        self, layer: int, row: int, length: int, head: int | None = None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """See `KVStore`: complete pages from the host through two buffers, then the ring's last page."""
-        tiers = self.layers[layer]
-        if (whole := tiers.resident_rows(row, length, head)) is not None:
-            yield 0, *whole
-            return
-        N, first = self.page_size, row * self.pages_per_request
-        complete = self._end[row] // N
-        pages = min(-(-length // N), complete)
-        for start, key, value in self.stream.blocks(tiers, first, pages, head):
-            yield start, key[:, :, : length - start], value[:, :, : length - start]
-        if length > complete * N:
-            heads = slice(None) if head is None else slice(head, head + 1)
-            page, rest = row * self.ring_pages + complete % self.ring_pages, length - complete * N
-            key, value = (x[page : page + 1, heads, :rest] for x in tiers.ring.tensors[:2])
-            yield complete * N, key, value
-
-    def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+    def ring(self, layer: int) -> Ring | None:
         """See `KVStore`."""
-        row_R = page_RHP[:, 0, 0] // (self.ring_pages * page_RHP.shape[1])
-        return self.layers[layer].norm_BHT[:, :, : self.capacity].index_select(0, row_R)
+        return self._rings.get(self.layers.owners.get(layer, layer))
+
+    def staged(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copy a request's first `length` keys and values to the device, until the next call.
+
+        For a piece of a prompt, whose queries would read them over the link many times. Return pages of keys and of
+        values, and their table, [1, P].
+        """
+        used, stage = self._pages(row, 0, length), []
+        for at, host_PHNX in enumerate(self.layers[layer].tensors[:2]):
+            numbers = self.pages_per_request * host_PHNX[0].numel()
+            if at == len(self._stage) or self._stage[at].numel() < numbers:
+                self._stage[at : at + 1] = [torch.empty(numbers, dtype=host_PHNX.dtype, device=self.device)]
+            stage.append(self._stage[at][:numbers].view(-1, *host_PHNX.shape[1:]))
+            stage[at][: used.stop - used.start].copy_(host_PHNX[used], non_blocking=True)
+        self.count_read(layer, (used.stop - used.start) * self.page_size)
+        return stage[0], stage[1], torch.arange(self.pages_per_request, dtype=torch.int32, device=self.device)[None]
+
+    def count_read(self, layer: int, tokens: float) -> None:
+        """See `KVStore`."""
+        if self.ring(layer) is not None:
+            self.traffic["streamed"] += round(tokens * self.layers[layer].row_bytes)
 
     def pack_into(
         self, segment: PackedSegment, layer: int, request_R: torch.Tensor, sink_R: torch.Tensor,
         index_RHK: torch.Tensor, most_sink: int, heads_RH: torch.Tensor | None = None,
-    ) -> Recall:  # fmt: skip
+    ) -> Recall | None:  # fmt: skip
         """See `KVStore`: recall rows that the segment lacks from the host, beside the main stream."""
-        tiers, place = self.layers[layer], 2 * layer + 1
+        if self.ring(layer) is None:
+            return super().pack_into(segment, layer, request_R, sink_R, index_RHK, most_sink, heads_RH)
         self.ready(layer)
         segment.reserve(most_sink + index_RHK.shape[2])
-        self._offload_sinks(layer, tiers, most_sink)
-        old = segment.tensors
-        key, value, position, length = self._scratch_like(old, len(request_R))
-        into = key, value, position, length
+        pages, parts, old = self.layers[layer], segment.tensors, self._old_like(segment, len(request_R))
+        key_PHND, value_PHNE, _ = pages.tensors
         fetched_RH = index_RHK.new_zeros(index_RHK.shape[:2])
         heads = None if heads_RH is None else heads_RH.int()
 
         def job() -> None:
-            pages = *tiers.split(tiers.host_PHX), self.host_table_BP
-            refreshed = request_R, index_RHK, sink_R
-            recall.on(self.backend)(*pages, *refreshed, *old, *into, fetched_RH, heads_RH=heads)
-            request = request_R.long()
-            for target, source in zip(old, into, strict=True):
-                target.index_copy_(0, request, source)
+            row_R = request_R.clamp_min(0)
+            for part, copy in zip(parts, old, strict=True):
+                torch.index_select(part, 0, row_R, out=copy)
+            chosen = self.block_table_BP, request_R, index_RHK, sink_R
+            recall.on(self.backend)(key_PHND, value_PHNE, *chosen, *old, *parts, fetched_RH, heads_RH=heads)
 
         began = perf_counter()
-        self.side.run(place, job)
+        self.side.run(layer, job)
         self._recalling[layer] = job
         waited = perf_counter() - began if type(self.side) is SideStream else 0.0
-        row_bytes = tiers.ring.row_bytes // index_RHK.shape[1]
-        return Recall(fetched_RH, row_bytes, waited, partial(self.side.run, place))
+        return Recall(fetched_RH, pages.row_bytes // index_RHK.shape[1], waited, partial(self.side.run, layer))
 
     def ready(self, layer: int) -> None:
         """See `KVStore`: wait for the layer's recalls."""
-        self.side.wait(2 * layer + 1)
+        self.side.wait(layer)
         self._recalling.pop(layer, None)
 
-    def row(self, row: int) -> "TwoTierStore":
-        """See `KVStore`; copies under way end first."""
+    def join(self) -> None:
+        """See `KVStore`."""
         self.side.join()
-        store = copy.copy(self)
-        store.batch = 1
-        store.__dict__.update(_end=[0])
-        store.block_table_BP, store.host_table_BP = self.block_table_BP[:1], self.host_table_BP[:1]
-        store.layers = self.layers.like(
-            (layer, tiers.row(row, self.ring_pages, self.pages_per_request)) for layer, tiers in self.layers.items()
-        )
+        self._recalling.clear()
+
+    def row(self, row: int) -> "TwoTierStore":
+        """See `KVStore`; recalls under way end first."""
+        self.join()
+        store, own = super().row(row), slice(row * self.ring_pages, (row + 1) * self.ring_pages)
+        store._first, store.ring_table_BP = self._first + row, self.ring_table_BP[:1]  # noqa: SLF001
+        store._rings = {  # noqa: SLF001
+            layer: Ring(ring.key_PHND[own], ring.value_PHNE[own], store.ring_table_BP, ring.heads)
+            for layer, ring in self._rings.items()
+        }
         return store
 
-    def _allocate(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> LayerTiers:
-        for name in ("block_table_BP", "host_table_BP"):
-            setattr(self, name, getattr(self, name).to(key.device))
-        self.stream.device = key.device
-        H, row_numbers = key.shape[1], key.shape[3] + value.shape[3]
-        host_size = self.batch * self.pages_per_request, H, self.page_size * row_numbers
-        resident = tuple(sorted(self._resident(layer, H))) if self._resident else ()
-        resident_size = self.batch, len(resident), self.capacity
-        return LayerTiers(
-            ring=LayerPages.empty(key, value, self.batch * self.ring_pages, self.page_size),
-            host_PHX=torch.empty(host_size, dtype=key.dtype, pin_memory=key.device.type == "cuda"),
-            norm_BHT=key.new_empty(self.batch, H, self.capacity, dtype=torch.float32),
-            resident=resident,
-            key_BRTD=key.new_empty(*resident_size, key.shape[3]),
-            value_BRTE=value.new_empty(*resident_size, value.shape[3]),
+    def allocate(self, layer: int, key_BHTD: torch.Tensor, value_BHTE: torch.Tensor) -> None:
+        """Allocate a layer's pages for keys and values such as these.
+
+        Raise `MemoryForecastError` if the system pins no host memory for them.
+        """
+        H, count = key_BHTD.shape[1], len(self.block_table_BP) * self.pages_per_request
+        if not self.layers:
+            self.device = key_BHTD.device
+            self.block_table_BP, self.ring_table_BP = (
+                table_BP.to(self.device) for table_BP in (self.block_table_BP, self.ring_table_BP)
+            )
+        resident = sorted(self._resident(layer, H)) if self._resident else []
+        if len(resident) == H:
+            self.layers[layer] = LayerPages.empty(key_BHTD, value_BHTE, count, self.page_size)
+            return
+        key, value, norm_PHN = LayerPages.empty(key_BHTD[:, :, :0], value_BHTE[:, :, :0], 0, self.page_size).tensors
+        pages = [self._memory.take((count, *x.shape[1:]), x.dtype, pinned=x.is_cuda) for x in (key, value)]
+        self.layers[layer] = LayerPages(pages[0], pages[1], norm_PHN.new_empty(count, *norm_PHN.shape[1:]))
+        heads = None
+        if resident:
+            place_H = [resident.index(head) if head in resident else -1 for head in range(H)]
+            kept = [x.new_empty(count, len(resident), *x.shape[2:]) for x in (key, value)]
+            heads = HeadPages(torch.tensor(place_H, dtype=torch.int32, device=self.device), kept[0], kept[1])
+        near = [x.new_empty(self.batch * self.ring_pages, *x.shape[1:]) for x in (key, value)]
+        self._rings[layer] = Ring(near[0], near[1], self.ring_table_BP, heads)
+
+    def _pages(self, row: int, start: int, stop: int) -> slice:
+        # of a request's tokens
+        first = (self._first + row) * self.pages_per_request
+        return slice(first + start // self.page_size, first + -(-stop // self.page_size))
+
+    def _tokens(self, layer: int, row: int, start: int, stop: int, which: int) -> torch.Tensor:
+        if self.ring(layer) is None:
+            return super()._tokens(layer, row, start, stop, which)
+        page_PHNX = self.layers[layer].tensors[which][self._pages(row, start, stop)]
+        self.traffic["streamed"] += page_PHNX.nbytes
+        rows_HTX = page_PHNX.to(self.device, non_blocking=True).transpose(0, 1).flatten(1, 2)
+        before = start % self.page_size
+        return rows_HTX[None, :, before : before + stop - start]
+
+    def _old_like(
+        self, segment: PackedSegment, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        # room for a copy of `rows` requests' part of a segment; all recalls share it
+        for at, tensor in enumerate(segment.tensors):
+            if self._old[at].numel() < tensor.numel():
+                self.join()
+                self._old[at] = tensor.new_empty(tensor.numel())
+        key, value, position, length = (
+            held[: rows * tensor[0].numel()].view(rows, *tensor.shape[1:])
+            for held, tensor in zip(self._old, segment.tensors, strict=True)
         )
-
-    def _scratch_like(self, segment: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        # a buffer of `rows` requests for each of a segment's tensors, [B, ...]; all recalls share it
-        buffers = []
-        for at, tensor in enumerate(segment):
-            size = rows * tensor[0].numel()
-            if self._scratch[at].numel() < size:
-                self.side.join()
-                self._scratch[at] = tensor.new_empty(size)
-            buffers.append(self._scratch[at][:size].view(rows, *tensor.shape[1:]))
-        return buffers
-
-    def _offload_sinks(self, layer: int, tiers: LayerTiers, most_sink: int) -> None:
-        # for requests so short that sinks are in an incomplete page
-        N, unfinished = self.page_size, []
-        for row, end in enumerate(self._end):
-            page = end // N
-            if page * N < min(most_sink, end):
-                key_HND, value_HNE, _ = (x[row * self.ring_pages + page % self.ring_pages] for x in tiers.ring.tensors)
-                unfinished.append((row * self.pages_per_request + page, tiers.joined(key_HND, value_HNE)))
-        if unfinished:
-            self.stream.offload(2 * layer, tiers.host_PHX, unfinished)
+        return key, value, position, length

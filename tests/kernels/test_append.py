@@ -5,7 +5,7 @@ import torch
 
 from sfi_kernels import pages as paging
 from sfi_kernels.pack import append
-from sfi_kernels.pages import read_pages, wide_chunks
+from sfi_kernels.pages import HeadPages, Ring, read_pages, wide_chunks
 from tests.fakes import paged
 
 H, D, E = 2, 8, 6
@@ -18,10 +18,12 @@ def run(request, kernel_device):
         return append.reference
     pytest.importorskip("triton")
 
-    def on_device(*tensors: torch.Tensor) -> None:
-        moved = [tensor.to(kernel_device) for tensor in tensors]
-        append.triton(*moved)
-        for tensor, result in zip(tensors[4:], moved[4:], strict=True):
+    def on_device(*tensors: torch.Tensor, ring: Ring | None = None) -> None:
+        near, homes = (ring[:3], ring.heads) if ring else ((), ())
+        moved = [tensor.to(kernel_device) for tensor in (*tensors, *near, *homes)]
+        made = Ring(*moved[8:11], HeadPages(*moved[11:])) if ring else None
+        append.triton(*moved[:8], ring=made)
+        for tensor, result in zip((*tensors, *near, *homes)[4:], moved[4:], strict=True):
             tensor.copy_(result)
 
     return on_device
@@ -36,9 +38,9 @@ class Cache:
         self.norm_PHN = torch.full((P, H, page_size), torch.nan)
         self.table_BP = torch.randperm(P).int().view(B, per_request)
 
-    def append(self, run, key, value, start: list[int], count: list[int]) -> None:
+    def append(self, run, key, value, start: list[int], count: list[int], **options: Ring) -> None:
         words = [torch.tensor(values, dtype=torch.int32) for values in (start, count)]
-        run(key, value, *words, self.key_PHND, self.value_PHNE, self.norm_PHN, self.table_BP)
+        run(key, value, *words, self.key_PHND, self.value_PHNE, self.norm_PHN, self.table_BP, **options)
 
     def read(self, pages: torch.Tensor, request: int) -> torch.Tensor:
         """Return a request's pages in order, [H, capacity, ...]."""
@@ -206,3 +208,25 @@ def test_chunks_hold_every_position_once(page_size, length, table, transposed, d
         assert wide_HnD.dtype == torch.float32
         seen += range(length)[span]
     assert seen == list(range(length))
+
+
+def test_a_ring_gets_the_last_tokens_and_the_pages_of_some_heads_all(run):
+    """Of pieces that are longer and shorter than the ring, and of one token."""
+    N, size, B, capacity = 16, 2, 3, 100
+    cache, part = Cache(B, capacity, N), Cache(B, size * N, N)
+    table_BP = (torch.arange(B)[:, None] * size + torch.arange(cache.table_BP.shape[1]) % size).int()
+    kept = [torch.full((len(x), 1, *x.shape[2:]), torch.nan) for x in (cache.key_PHND, cache.value_PHNE)]
+    heads = HeadPages(torch.tensor([-1, 0], dtype=torch.int32), *kept)
+    ring, ends = Ring(part.key_PHND, part.value_PHNE, table_BP, heads), [0] * B
+    for count in ([70, 3, 0], [1, 1, 1], [9, 20, 33]):
+        key, value = new_tokens(B, max(count), count)
+        cache.append(run, key, value, ends, count, ring=ring)
+        ends = [end + new for end, new in zip(ends, count, strict=True)]
+    for row, end in enumerate(ends):
+        both = (cache.key_PHND, ring.key_PHND, heads.key_PRND), (cache.value_PHNE, ring.value_PHNE, heads.value_PRNE)
+        for pages, near, home in both:
+            expected = cache.read(pages, row)[:, :end]
+            assert expected.isfinite().all()
+            assert torch.equal(cache.read(home, row)[0, :end], expected[1])
+            for position in range(max(0, end - size * N), end):
+                assert torch.equal(near[table_BP[row, position // N], :, position % N], expected[:, position])

@@ -7,6 +7,7 @@ import torch
 
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs, split_plan, work_items
 from sfi_kernels.launch import KernelLimitError
+from sfi_kernels.pages import HeadPages, Ring
 from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, SPLITS, StepDescriptor, StepRequest, describe_step
 from tests.fakes import error_bound, kernel_device, paged, plain_attention
 
@@ -207,3 +208,41 @@ def test_what_the_kernels_cannot_take_is_refused_with_the_limit(shape: dict[str,
     step = Step("torch", [65], [FAST], **shape)
     with pytest.raises(KernelLimitError, match=message):
         decode_attention.triton(**step.operands(), descriptor=step.descriptor(), scale=SCALE)
+
+
+def ring_of(step: Step, homes: tuple[int, ...]) -> Ring:
+    """Move the recent tokens to a ring, and all of the heads in `homes`; leave NaN where a step must not read."""
+    N, (B, pages) = step.page_size, step.table_BP.shape
+    size = step.recent // N + 2
+    table_BP = (torch.arange(B)[:, None] * size + torch.arange(pages) % size).int()
+    near, kept = [], []
+    for whole, tokens in ((step.key_PHND, step.keys), (step.value_PHNE, step.values)):
+        ring = torch.full((B * size, *whole.shape[1:]), torch.nan, dtype=whole.dtype)
+        home = torch.full((len(whole), len(homes), *whole.shape[2:]), torch.nan, dtype=whole.dtype)
+        for row, head in ((b, h) for b in range(B) for h in range(H)):
+            used = step.table_BP[row, : -(-step.lengths[row] // N)].long()
+            for position in range(step.starts[row], step.lengths[row]) if not step.is_dense(row, head) else ():
+                ring[table_BP[row, position // N], head, position % N] = tokens[row][head, position]
+            if head in homes:
+                home[used, homes.index(head)] = whole[used, head]
+            if head in homes or not step.is_dense(row, head):
+                whole[used, head] = torch.nan
+        near.append(ring.to(step.device))
+        kept.append(home.to(step.device))
+    place_H = torch.tensor([homes.index(head) if head in homes else -1 for head in range(H)]).int()
+    heads = HeadPages(place_H.to(step.device), *kept) if homes else None
+    return Ring(*near, table_BP.to(step.device), heads)
+
+
+@pytest.mark.parametrize(("dense", "homes"), [(None, ()), ([[1, 0]] * 7, ()), ([[0, 1]] * 7, (1,))])
+def test_a_ring_has_the_recent_tokens_and_dense_reads_go_to_the_pages(backend: str, dense, homes: tuple[int, ...]):
+    """To those of heads that are kept on the device first, of which the reference knows nothing; evidence included."""
+    torch.manual_seed(0)
+    mixed = () if dense is None else (0, 1, 2, 6)
+    step = Step(backend, LENGTHS, MODES, E=24, page_size=16, dense=dense, mixed=mixed)
+    expected, ring = step.attend(evidence=True), ring_of(step, homes if backend == "triton" else ())
+    found = step.attend(evidence=True, ring=ring)
+    assert torch.equal(found.out_BHGWE, expected.out_BHGWE)
+    assert torch.equal(found.log_sum_BHGW, expected.log_sum_BHGW)
+    for row, length in enumerate(length for mode, length in zip(MODES, LENGTHS, strict=True) if mode == SLOW):
+        assert torch.equal(found.logits_BHGWT[row, ..., :length], expected.logits_BHGWT[row, ..., :length])

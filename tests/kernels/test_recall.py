@@ -53,13 +53,7 @@ class Tiers:
             part.masked_fill_((position < 0)[..., None], torch.nan)
 
     def host(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lay the pages out as FreeKV does, keys and values of a page and head side by side."""
-        P, D, E, n = len(self.clean_key), self.D, self.E, self.N
-        flat = torch.empty(P, H, n * (D + E), dtype=self.clean_key.dtype)
-        key, value = flat[..., : n * D].view(P, H, n, D), flat[..., n * D :].view(P, H, n, E)
-        key.copy_(self.clean_key)
-        value.copy_(self.clean_value)
-        return key, value
+        return self.clean_key.clone(), self.clean_value.clone()
 
     def forget(self, pages: tuple[torch.Tensor, ...], request: int, head: int, reused: set) -> None:
         for token in reused:
@@ -68,22 +62,23 @@ class Tiers:
                 part[page, head, token % self.N] = torch.nan
 
     def recall(self, run, requests, index, sinks, pages=None, **marks):
-        self.into = self.segment(len(requests), self.old[0].dtype)
+        old = [part[int32(requests).clamp_min(0)] for part in self.old]
+        self.into = self.segment(self.B, self.old[0].dtype)
         self.fetched = torch.full((len(requests), H), -7, dtype=torch.int32)
-        run(*(pages or self.host()), self.table, int32(requests), index, int32(sinks), *self.old,
+        run(*(pages or self.host()), self.table, int32(requests), index, int32(sinks), *old,
             *self.into, self.fetched, **marks)  # fmt: skip
 
     def assert_as_packed(self, requests: list[int], index: torch.Tensor, sinks: list[int]) -> None:
         """Compare with what `pack` writes from contiguous pages on the device, bit by bit."""
         expected = self.segment(self.B, self.old[0].dtype)
         self.pack(requests, index, sinks, expected)
-        for row, request in enumerate(requests):
+        for request in requests:
             for head in range(H):
                 count = int(expected[3][request, head])
-                assert int(self.into[3][row, head]) == count
-                assert torch.equal(self.into[2][row, head], expected[2][request, head])
+                assert int(self.into[3][request, head]) == count
+                assert torch.equal(self.into[2][request, head], expected[2][request, head])
                 for got, wanted in zip(self.into[:2], expected[:2], strict=True):
-                    assert torch.equal(got[row, head, :count], wanted[request, head, :count])
+                    assert torch.equal(got[request, head, :count], wanted[request, head, :count])
 
 
 OLD = [[[5, 9, 20, 40], [6, 7]], [[2, 3, 30], []]]
@@ -105,13 +100,6 @@ def test_rows_are_those_that_pack_writes_from_either_side(run, D, E, dtype, page
     tiers.recall(run, [0, 1], selection(NEW, 6), [2, 2], pages)
     tiers.assert_as_packed([0, 1], selection(NEW, 6), [2, 2])
     assert tiers.fetched.tolist() == [[3, 1], [0, 3]]
-
-
-def test_contiguous_pages_are_taken_as_well(run):
-    tiers = Tiers([50, 33], D=24, E=7)
-    tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
-    tiers.recall(run, [1], selection(NEW[1:], 6), [2], (tiers.clean_key, tiers.clean_value))
-    tiers.assert_as_packed([1], selection(NEW[1:], 6), [2])
 
 
 def test_an_empty_old_segment_gives_nothing_but_its_rows_are_never_read(run):
@@ -146,9 +134,13 @@ def test_heads_that_are_not_refreshed_keep_their_rows(run):
     tiers = Tiers([50, 33])
     tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
     tiers.recall(run, [1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], heads_RH=int32([[1, 0], [0, 1]]))
-    mixed = [[NEW[1][0], OLD[1][1]], [OLD[0][0], NEW[0][1]]]
-    tiers.assert_as_packed([1, 0], selection(mixed, 6), [2, 2])
     assert tiers.fetched.tolist() == [[0, 0], [0, 1]]
+    for part, request, head in ((part, *kept) for part in tiers.into[2:] for kept in ((1, 1), (0, 0))):
+        assert (part[request, head] == -7).all()
+    tiers.pack([1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], expected := tiers.segment(2, torch.float32))
+    for request, head in ((1, 0), (0, 1)):
+        for got, wanted in zip(tiers.into, expected, strict=True):
+            torch.testing.assert_close(got[request, head], wanted[request, head], equal_nan=True)
 
 
 @pytest.mark.parametrize("sink", [0, 3, 14])
@@ -164,9 +156,9 @@ def test_a_row_without_a_request_writes_nothing_and_fetches_nothing(run):
     tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
     tiers.recall(run, [-1, 0], selection([NEW[1], NEW[0]], 6), [-1, 2])
     assert tiers.fetched.tolist() == [[0, 0], [3, 1]]
-    assert (tiers.into[2][0] == -7).all()
-    assert (tiers.into[3][0] == -7).all()
-    assert tiers.into[0][0].isnan().all()
+    assert (tiers.into[2][1] == -7).all()
+    assert (tiers.into[3][1] == -7).all()
+    assert tiers.into[0][1].isnan().all()
 
 
 def test_tensors_that_do_not_fit_are_named(run):

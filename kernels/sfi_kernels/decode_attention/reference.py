@@ -8,7 +8,7 @@ from sfi_kernels import step_descriptor as step
 from sfi_kernels.dense_attention.reference import dense_attention, window_logits
 from sfi_kernels.launch import target
 from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
-from sfi_kernels.pages import flat_rows, read_pages, row_numbers
+from sfi_kernels.pages import Ring, check_ring, flat_rows, read_pages, row_numbers
 from sfi_kernels.partial_attention import PseudoToken, combine, partial_attention
 from sfi_kernels.step_descriptor import StepDescriptor
 
@@ -105,6 +105,7 @@ def decode_attention(
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
     position_BHS: torch.Tensor | None = None,
+    ring: Ring | None = None,
 ) -> DecodeAttention:
     """Attend with the last tokens of every request: fast ones sparsely, slow ones to their whole history.
 
@@ -119,9 +120,12 @@ def decode_attention(
     that read the packed segment and the recent pages. In another step `pseudo` is a term of the fast requests' softmax
     that stands for the unread keys, -inf for every other request, and `position_BHS` are positions of the packed rows,
     to read these in their pages: the packed keys and values may have no row then.
+
+    With a `ring` the pages may be in host memory: sparse reads find the recent tokens in the ring.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH, pseudo)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring)  # fmt: skip
+    near = Ring(key_PHND, value_PHNE, block_table_BP) if ring is None else ring
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
     out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
@@ -129,18 +133,19 @@ def decode_attention(
         request = slice(row, row + 1)
         query, pages = query_BHGWD[request, :, :, -1], (key_PHND, value_PHNE, block_table_BP[request])
         length_B = words[request, step.LENGTH]
+        recent = near.key_PHND, near.value_PHNE, near.block_table_BP[request]
         packed = packed_key_BHSD[request], packed_value_BHSE[request], packed_length_BH[request]
         if mixed and dense_BH is not None:
             start_B = words[request, step.MIXED] - 1
             out[request, :, :, -1] = _mixed_heads(
-                query, *packed, *pages, start_B, length_B, dense_BH[row], sink_HG, options
+                query, *packed, *pages, recent, start_B, length_B, dense_BH[row], sink_HG, options
             )
         elif mode == step.FAST:
             term = None if pseudo is None else pseudo.of(request)
             positions = None if position_BHS is None else position_BHS[request]
             out[request, :, :, -1] = sparse_attention(
-                query, *packed, *pages, words[request, step.START], length_B, **options, sink_HG=sink_HG, pseudo=term,
-                position_BHS=positions,
+                query, *packed, *recent, words[request, step.START], length_B, **options, sink_HG=sink_HG,
+                pseudo=term, position_BHS=positions,
             )  # fmt: skip
         elif mode == step.SLOW:
             several = query_BHGWD[request, :, :, -queries:]
@@ -176,17 +181,18 @@ def _evidence(
 def _mixed_heads(
     query_BHGD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
     packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
-    block_table_BP: torch.Tensor, recent_start_B: torch.Tensor, length_B: torch.Tensor,
-    dense_H: torch.Tensor, sink_HG: torch.Tensor | None, options: dict[str, Any],
+    block_table_BP: torch.Tensor, recent: tuple[torch.Tensor, torch.Tensor, torch.Tensor], recent_start_B: torch.Tensor,
+    length_B: torch.Tensor, dense_H: torch.Tensor, sink_HG: torch.Tensor | None, options: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
     # of one request; a head that reads everything has no packed rows and a recent segment that begins at 0
     packed_length_BH = packed_length_BH * (dense_H == 0)
     outs = []
     for head, dense in enumerate(dense_H.tolist()):
         chosen = slice(head, head + 1)
+        key, value, table_BP = (key_PHND, value_PHNE, block_table_BP) if dense else recent
         out = sparse_attention(
             query_BHGD[:, chosen], packed_key_BHSD[:, chosen], packed_value_BHSE[:, chosen],
-            packed_length_BH[:, chosen], key_PHND[:, chosen], value_PHNE[:, chosen], block_table_BP,
+            packed_length_BH[:, chosen], key[:, chosen], value[:, chosen], table_BP,
             torch.zeros_like(recent_start_B) if dense else recent_start_B, length_B,
             **options, sink_HG=None if sink_HG is None else sink_HG[chosen],
         )  # fmt: skip
@@ -259,9 +265,11 @@ def check(
     query: torch.Tensor, packed_key: torch.Tensor, packed_value: torch.Tensor,
     packed_length: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
     descriptor: StepDescriptor, sink: torch.Tensor | None, dense: torch.Tensor | None = None,
-    pseudo: PseudoToken | None = None, position: torch.Tensor | None = None,
+    pseudo: PseudoToken | None = None, position: torch.Tensor | None = None, ring: Ring | None = None,
 ) -> None:  # fmt: skip
     """Raise the errors of `decode_attention`."""
+    if ring is not None:
+        check_ring(ring, key, value, block_table)
     names = "query BHGWD, key PHND, value PHNE, packed_key BHSD, packed_value BHSE, packed_length BH, block_table Bp"
     packed = packed_key, packed_value, packed_length
     check_shapes(names, query, key, value, *packed, block_table, B=descriptor.batch)

@@ -5,6 +5,9 @@ first the packed units, then those from the recent segment on. These are fewer a
 unit writes a part of weight zero. They can be one more, where the packed rows cover everything before a recent segment
 that begins inside a unit: the last item reads all that is left.
 
+With a ring the pages of all tokens are in host memory: dense reads go there, in place over the link, or to the pages of
+heads that are kept on the device; sparse ones find the recent tokens in the ring.
+
 Page numbers stay in registers: loading one inside the loop would leave the pipeline a single buffer.
 """
 
@@ -28,6 +31,7 @@ EACH, LAST, SEVERAL = (tl.constexpr(kind) for kind in (kinds.EACH, kinds.LAST, k
 QUERIES = tl.constexpr(words.QUERIES)
 WORDS, UNIT = tl.constexpr(words.WORDS), tl.constexpr(words.UNIT)
 LENGTH, START, PACKED = (tl.constexpr(word) for word in (words.LENGTH, words.START, words.PACKED))
+MODE, FAST = tl.constexpr(words.MODE), tl.constexpr(words.FAST)
 ALLOWED_START, ALLOWED_STOP = tl.constexpr(words.ALLOWED_START), tl.constexpr(words.ALLOWED_STOP)
 EVIDENCE, SPLITS, MIXED = (tl.constexpr(word) for word in (words.EVIDENCE, words.SPLITS, words.MIXED))
 
@@ -52,14 +56,15 @@ def _sparse_stop(stop, length, start, packed):
 @triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "pseudo_parts"])
 def _split_attention_kernel(
     query_ptr, packed_key_ptr, packed_value_ptr, packed_length_ptr, dense_ptr, position_ptr,
-    key_ptr, value_ptr, block_table_ptr, table_ptr, work_ptr, sink_ptr, pseudo_logit_ptr,
-    pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, logits_ptr, sums_ptr, scale, soft_cap, S,
-    pages_per_request, logits_stride, W, pseudo_parts, KEY_STRIDES: tl.constexpr,
+    key_ptr, value_ptr, block_table_ptr, ring_key_ptr, ring_value_ptr, ring_table_ptr, place_ptr,
+    home_key_ptr, home_value_ptr, table_ptr, work_ptr, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr,
+    out_ptr, part_ptr, lse_ptr, logits_ptr, sums_ptr, scale, soft_cap, S, pages_per_request,
+    logits_stride, W, pseudo_parts, KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, IDS: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, PSEUDO: tl.constexpr, SLOW: tl.constexpr, GATHER: tl.constexpr,
-    HEADS: tl.constexpr, KIND: tl.constexpr,
+    HEADS: tl.constexpr, KIND: tl.constexpr, RING: tl.constexpr, HOMES: tl.constexpr,
 ):  # fmt: skip
     item, row_tile, tiles = tl.program_id(0), 0, 1
     if KIND == SEVERAL:  # the tiles of an item run side by side, so that they share what they read
@@ -96,7 +101,24 @@ def _split_attention_kernel(
     packed_stop = tl.cdiv(packed, UNIT) * UNIT
     shift = start // UNIT * UNIT - packed_stop
     packed = tl.minimum(packed, tl.load(packed_length_ptr + pair))
-    table = block_table_ptr + request * pages_per_request
+    table, head, less_key, less_value = block_table_ptr, h, 0, 0
+    if RING:
+        recent = tl.load(row + MODE) == FAST
+        if HEADS:
+            recent = tl.where(mixed != 0, sparse, recent)
+        if HOMES:  # pages of fewer heads lie closer together
+            home = tl.load(place_ptr + h).to(tl.int64)
+            at_home = home >= 0
+            key_ptr = tl.where(at_home, home_key_ptr, key_ptr)
+            value_ptr = tl.where(at_home, home_value_ptr, value_ptr)
+            at_home &= ~recent
+            head = tl.where(at_home, home, h)
+            less_key = tl.where(at_home, (H - HOMES) * KEY_STRIDES[1], 0)
+            less_value = tl.where(at_home, (H - HOMES) * VALUE_STRIDES[1], 0)
+        key_ptr = tl.where(recent, ring_key_ptr, key_ptr)
+        value_ptr = tl.where(recent, ring_value_ptr, value_ptr)
+        table = tl.where(recent, ring_table_ptr, table)
+    table += request * pages_per_request
 
     n, slot = tl.arange(0, BLOCK_N), tl.arange(0, IDS)
     # the tile's rows: query heads, places in [G, W], and whether they are queries
@@ -144,10 +166,13 @@ def _split_attention_kernel(
                 value = rows(value_ptr, value_row, 1, valid, E, BLOCK_E)
             else:
                 from_packed = packed_row + first
-                key_tile = key_ptr + row_start(page, h, place_in_page, KEY_STRIDES)
+                key_tile = key_ptr + row_start(page, head, place_in_page, KEY_STRIDES)
+                value_tile = value_ptr + row_start(page, head, place_in_page, VALUE_STRIDES)
+                if HOMES:
+                    key_tile -= page.to(tl.int64) * less_key
+                    value_tile -= page.to(tl.int64) * less_value
                 key_tile = tl.where(is_packed, packed_key_ptr + from_packed * D, key_tile)
                 key = rows(key_tile, n, _step(is_packed, D, KEY_STRIDES), valid, D, BLOCK_D)
-                value_tile = value_ptr + row_start(page, h, place_in_page, VALUE_STRIDES)
                 value_tile = tl.where(is_packed, packed_value_ptr + from_packed * E, value_tile)
                 value = rows(value_tile, n, _step(is_packed, E, VALUE_STRIDES), valid, E, BLOCK_E)
             logits = scaled_logits(query, key, scale, soft_cap, CAPPED)

@@ -18,7 +18,7 @@ from sfi_kernels.decode_attention.split_triton import QUERIES
 from sfi_kernels.decode_attention.split_triton import _split_attention_kernel as split_attention
 from sfi_kernels.launch import launch, target
 from sfi_kernels.op import check_int32, check_shapes
-from sfi_kernels.pages import kernel_strides
+from sfi_kernels.pages import Ring, kernel_strides, ring_operands
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import StepDescriptor
 
@@ -143,14 +143,14 @@ def decode_attention(
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
     into: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
-    position_BHS: torch.Tensor | None = None, block_n: int | None = None,
+    position_BHS: torch.Tensor | None = None, ring: Ring | None = None, block_n: int | None = None,
 ) -> DecodeAttention:  # fmt: skip
     """See `reference.decode_attention`. Heads of at most 256 numbers, pages of multiples of 16 tokens.
 
     The kernel benchmark asks for tiles of `block_n` keys; None takes ours.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring)  # fmt: skip
     B, H, G, W, D = query_BHGWD.shape
     S = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
@@ -175,6 +175,7 @@ def decode_attention(
     if pseudo is not None:
         pseudo_parts = pseudo.logit_BHG[0, 0, 0].numel()
         term = pseudo.logit_BHG.float().contiguous(), pseudo.value_BHE.float().contiguous()
+    near, tiers = ring_operands(ring, key_PHND, value_PHNE, block_table_BP)
     common = {"H": H, "G": G, "E": E, "BLOCK_E": tile.value_width, "SINKS": sink_HG is not None, "SLOW": keeps}
     for kind, queries, tiles in parts_of_pass(G, W, tile, chip, full=key_PHND.dtype == torch.float32):
         single = kind != SEVERAL
@@ -183,7 +184,7 @@ def decode_attention(
             query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH,
             packed_length_BH if dense_BH is None else dense_BH,
             packed_length_BH if position_BHS is None else position_BHS,
-            key_PHND, value_PHNE, block_table_BP, table, descriptor.work_XI, sink,
+            key_PHND, value_PHNE, block_table_BP, *near, table, descriptor.work_XI, sink,
             *term, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
             block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
             KEY_STRIDES=kernel_strides(key_PHND, "key"), VALUE_STRIDES=kernel_strides(value_PHNE, "value"),
@@ -191,7 +192,7 @@ def decode_attention(
             BLOCK_D=tile.key_width, IDS=PAGE_IDS, CAPPED=soft_cap is not None, KIND=kind,
             # what a request with several queries does not have
             GATHER=single and position_BHS is not None, HEADS=single and dense_BH is not None,
-            PSEUDO=single and pseudo is not None, **common,
+            PSEUDO=single and pseudo is not None, **tiers, **common,
             num_warps=queries.warps, num_stages=queries.stages, max_registers=queries.registers,
         )  # fmt: skip
     launch(

@@ -4,7 +4,7 @@ import torch
 
 from sfi_kernels.op import check_pages, check_shapes
 from sfi_kernels.pages import read_pages, wide_chunks
-from sfi_kernels.partial_attention import capped, finite, streamed_attention
+from sfi_kernels.partial_attention import capped, causal_attention, finite
 
 
 def dense_attention(
@@ -30,10 +30,9 @@ def dense_attention(
         if W == 0:
             continue
         key, value = (read_pages(pages, block_table_BP[row], 0, length) for pages in (key_PHND, value_PHNE))
-        out[row : row + 1, :, :, -W:] = streamed_attention(
-            query_BHGWD[row : row + 1, :, :, -W:], [(0, key, value)], length, scale=scale, soft_cap=soft_cap,
-            sink_HG=sink_HG,
-        )  # fmt: skip
+        out[row : row + 1, :, :, -W:] = causal_attention(
+            query_BHGWD[row : row + 1, :, :, -W:], key, value, scale=scale, soft_cap=soft_cap, sink_HG=sink_HG
+        )
     return out
 
 

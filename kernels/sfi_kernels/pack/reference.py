@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import pad
 
 from sfi_kernels.op import check_int32, check_pages, check_same, check_shapes
-from sfi_kernels.pages import flat_rows, row_numbers
+from sfi_kernels.pages import Ring, check_ring, flat_rows, row_numbers
 
 # of a layer: key_PHND, value_PHNE, key_BHSD, value_BHSE, position_BHS, length_BH
 Segment = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -22,29 +22,52 @@ def append(
     value_PHNE: torch.Tensor,
     norm_PHN: torch.Tensor,
     block_table_BP: torch.Tensor,
+    *,
+    ring: Ring | None = None,
 ) -> None:
     """Write each request's new tokens in place: keys, values and the keys' float32 norms.
 
     A request's new keys and values are the last `count` of T, in the pages' dtype, with a last stride of 1; 0 leaves it
-    unchanged. `start_B` is the position of its first one. The block table has room for all.
+    unchanged. `start_B` is the position of its first one. The block table has room for all. With a `ring` the pages may
+    be in host memory, the norms on the device; keys and values go to both, and of a piece that is longer than the ring
+    the last ones go there.
     """
-    check_append(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
-    T, N = key_BHTD.shape[2], key_PHND.shape[2]
+    check_append(key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP, ring=ring)
     norm_BHT = torch.linalg.vector_norm(key_BHTD, dim=-1, dtype=torch.float32)
-    tables = block_table_BP.tolist()
-    for row, (start, count) in enumerate(zip(start_B.tolist(), count_B.tolist(), strict=True)):
+    news, pages = (key_BHTD, value_BHTE, norm_BHT), (key_PHND, value_PHNE, norm_PHN)
+    starts, counts = start_B.tolist(), count_B.tolist()
+    _write(news, pages, block_table_BP, starts, counts)
+    if ring is not None:
+        lasts = [min(count, ring_room(ring)) for count in counts]
+        starts = [start + count - last for start, count, last in zip(starts, counts, lasts, strict=True)]
+        _write(news[:2], ring[:2], ring.block_table_BP, starts, lasts)
+    if ring is not None and ring.heads is not None:
+        kept = ring.heads.place_H.argsort()[-ring.heads.key_PRND.shape[1] :]
+        _write([x[:, kept] for x in news[:2]], ring.heads[1:], block_table_BP, start_B.tolist(), counts)
+
+
+def _write(
+    news: Sequence[torch.Tensor], pages: Sequence[torch.Tensor], block_table_BP: torch.Tensor,
+    starts: Sequence[int], counts: Sequence[int],
+) -> None:  # fmt: skip
+    (T, N), tables = (news[0].shape[2], pages[0].shape[2]), block_table_BP.tolist()
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         token = first = T - count
         while token < T:  # page by page
             slot, offset = divmod(start + token - first, N)
             size = min(T - token, N - offset)
             page, to, part = tables[row][slot], slice(offset, offset + size), slice(token, token + size)
-            key_PHND[page, :, to] = key_BHTD[row, :, part]
-            value_PHNE[page, :, to] = value_BHTE[row, :, part]
-            norm_PHN[page, :, to] = norm_BHT[row, :, part]
+            for new, target in zip(news, pages, strict=True):
+                target[page, :, to] = new[row, :, part]
             token += size
 
 
-def check_append(*operands: torch.Tensor) -> None:
+def ring_room(ring: Ring) -> int:
+    """Return the tokens of a request that a ring holds."""
+    return len(ring.key_PHND) // len(ring.block_table_BP) * ring.key_PHND.shape[2]
+
+
+def check_append(*operands: torch.Tensor, ring: Ring | None = None) -> None:
     """Raise the errors of `append`, given its arguments."""
     key_BHTD, value_BHTE, start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP = operands
     names = "key BHTD, value BHTE, start B, count B, key_pages PHND, value_pages PHNE, norm PHN, block_table Bp"
@@ -54,6 +77,8 @@ def check_append(*operands: torch.Tensor) -> None:
     check_int32(key_BHTD.device, start=start_B, count=count_B, block_table=block_table_BP)
     if norm_PHN.dtype != torch.float32 or not norm_PHN.is_contiguous():
         raise ValueError(f"norm must be contiguous float32, got {norm_PHN.dtype} with strides {norm_PHN.stride()}")
+    if ring is not None:
+        check_ring(ring, key_PHND, value_PHNE, block_table_BP)
     for name, new in (("key", key_BHTD), ("value", value_BHTE)):
         if new.stride(3) != 1:
             raise ValueError(f"{name} must have a last stride of 1, got {new.stride(3)}")
@@ -153,38 +178,33 @@ def _copy(rows_XD: torch.Tensor, row_X: torch.Tensor, packed_HSD: torch.Tensor) 
 
 def recall(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
-    index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor, value_BHSE: torch.Tensor,
-    position_BHS: torch.Tensor, length_BH: torch.Tensor, into_key_RHSD: torch.Tensor,
-    into_value_RHSE: torch.Tensor, into_position_RHS: torch.Tensor, into_length_RH: torch.Tensor,
-    fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
+    index_RHK: torch.Tensor, sink_R: torch.Tensor, old_key_RHSD: torch.Tensor, old_value_RHSE: torch.Tensor,
+    old_position_RHS: torch.Tensor, old_length_RH: torch.Tensor, key_BHSD: torch.Tensor, value_BHSE: torch.Tensor,
+    position_BHS: torch.Tensor, length_BH: torch.Tensor, fetched_RH: torch.Tensor, *,
+    heads_RH: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write what `pack` would into a scratch segment, reading host pages only for rows that are new.
+    """Do as `pack` from pages in host memory, reading only rows there that a copy of the old segments lacks.
 
-    A row comes from the old segment if its position is there, else from the host pages. The caller copies the
-    scratch to the segment afterwards. FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device; here
-    the kernel reads the rows over the link itself, so that the host never waits for the indices.
+    FreeKV (Sec. 4.2) and SyncKV (Eq. 7) copy pages from the host to the device; here the kernel reads the rows over the
+    link itself, so that the host never waits for the indices.
 
     Paper gap: SyncKV does not say whether rows that stay selected are fetched again. FreeKV keeps a cache of
     selected pages on the device. We reuse single rows, from the packed segment alone.
 
-    Arguments as in `pack`, but the pages are on the host, pinned when the rest is on a CUDA device, and
-    `block_table_BP` numbers them; keys and values may be views of pages [P, H, 2, N, D]. The positions to recall and
-    those of the old segment ascend. The `into` tensors have R rows in place of B, and `fetched_RH`, int32, gets how
-    many rows came from the host. A head whose `heads_RH` is 0 gets a copy of its old rows, positions and length.
+    Arguments as in `pack`; the pages are pinned when the rest is on a CUDA device. The `old` tensors are copies of the
+    requests' segments, R rows in place of B; their positions and those to recall ascend. `fetched_RH`, int32, gets how
+    many rows came from the host.
     """
-    old = key_BHSD, value_BHSE, position_BHS, length_BH
-    into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
-    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH, heads_RH)
+    old = old_key_RHSD, old_value_RHSE, old_position_RHS, old_length_RH
+    segment = key_BHSD, value_BHSE, position_BHS, length_BH
+    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, segment, fetched_RH, heads_RH)
     fetched_RH.zero_()
     S, sinks = key_BHSD.shape[2], sink_R.tolist()
     for row, request in enumerate(request_R.tolist()):
         for head in range(index_RHK.shape[1] if request >= 0 else 0):
-            known = tuple(part[request, head] for part in old)
-            target = tuple(part[row, head] for part in into)
             if heads_RH is not None and not heads_RH[row, head]:
-                for part, copy in zip(known, target, strict=True):
-                    copy.copy_(part)
                 continue
+            known, target = (tuple(part[at, head] for part in parts) for at, parts in ((row, old), (request, segment)))
             index_K = index_RHK[row, head]
             sink_X = torch.arange(min(sinks[row], S), device=index_K.device, dtype=torch.int32)
             wanted_X = torch.cat([sink_X, index_K[index_K >= 0]])[:S]
@@ -202,12 +222,11 @@ def _recall_head(
     place_X = torch.searchsorted(known, wanted_X)
     on_device_X = (place_X < len(known)) & torch.isin(wanted_X, known)
     token = wanted_X[~on_device_X].long()
-    N = pages[0].shape[1]
-    page, offset = (x.to(pages[0].device) for x in (block_table_P.long()[token // N], token % N))
+    page, offset = block_table_P.long()[token // pages[0].shape[1]], token % pages[0].shape[1]
     slot = torch.arange(len(wanted_X), device=wanted_X.device)
     for host, rows, target in zip(pages, old_rows, into_rows, strict=True):
         target[slot[on_device_X]] = rows[place_X[on_device_X]]
-        target[slot[~on_device_X]] = host[page, offset].to(target.device)
+        target[slot[~on_device_X]] = host[page, offset]
     into_position_S.fill_(-1)[: len(wanted_X)] = wanted_X
     into_length.fill_(len(wanted_X))
     return len(token)
@@ -216,9 +235,8 @@ def _recall_head(
 def check(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor, request_R: torch.Tensor,
     index_RHK: torch.Tensor, sink_R: torch.Tensor, segment: tuple[torch.Tensor, ...], heads_RH: torch.Tensor | None,
-    *, host: bool = False,
 ) -> None:  # fmt: skip
-    """Raise the errors of `pack`; a segment are keys, values, positions and lengths. Pages may be on the `host`."""
+    """Raise the errors of `pack`; a segment are keys, values, positions and lengths."""
     key_BHSD, value_BHSE, position_BHS, length_BH = segment
     check_shapes("key_pages PHND, value_pages PHNE", key_PHND, value_PHNE)
     (_, H, _, D), E = key_PHND.shape, value_PHNE.shape[3]
@@ -236,24 +254,21 @@ def check(
     if heads_RH is not None:
         check_shapes("heads RH", heads_RH, R=len(request_R), H=H)
         check_int32(key_BHSD.device, heads=heads_RH)
-    for name, pages, packed in (("key", key_PHND, key_BHSD), ("value", value_PHNE, value_BHSE)):
-        if pages.dtype != packed.dtype:
-            raise ValueError(f"{name}_pages must have the dtype of {name}, {packed.dtype}, got {pages.dtype}")
-        if pages.device != packed.device and not (host and pages.device.type == "cpu"):
-            raise ValueError(f"{name}_pages must be on {packed.device} like {name}, got {pages.device}")
+    check_pages(key_BHSD, "key", key_pages=key_PHND)
+    check_pages(value_BHSE, "value", value_pages=value_PHNE)
 
 
 def check_recall(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
     request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor,
-    old: tuple[torch.Tensor, ...], into: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
+    old: tuple[torch.Tensor, ...], segment: tuple[torch.Tensor, ...], fetched_RH: torch.Tensor,
     heads_RH: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise the errors of `recall`; `old` and `into` are segments as in `check`."""
-    check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, heads_RH, host=True)
-    key, value, position, length = into
-    names = "key BHSD, value BHSE, request R, into_key RHSD, into_value RHSE, into_position RHS, into_length RH"
-    check_shapes(names + ", fetched RH", *old[:2], request_R, *into, fetched_RH)
-    check_same(old[0], "key", into_key=key)
-    check_same(old[1], "value", into_value=value)
-    check_int32(old[0].device, into_position=position, into_length=length, fetched=fetched_RH)
+    """Raise the errors of `recall`; `old` and `segment` are segments as in `check`."""
+    check(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, segment, heads_RH)
+    key, value, position, length = old
+    names = "key BHSD, value BHSE, request R, old_key RHSD, old_value RHSE, old_position RHS, old_length RH"
+    check_shapes(names + ", fetched RH", *segment[:2], request_R, *old, fetched_RH)
+    check_same(segment[0], "key", old_key=key)
+    check_same(segment[1], "value", old_value=value)
+    check_int32(segment[0].device, old_position=position, old_length=length, fetched=fetched_RH)

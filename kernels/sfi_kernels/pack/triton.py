@@ -1,6 +1,6 @@
 """Appending, packing and recall in Triton: one launch each for the keys, values and norms or positions of all requests.
 
-Programs of a recall read host pages over the link.
+Pages in host memory are written and read over the link.
 """
 
 import torch
@@ -9,8 +9,8 @@ import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
 from sfi_kernels.launch import launch
-from sfi_kernels.pack.reference import check, check_append, check_recall
-from sfi_kernels.pages import row_constants
+from sfi_kernels.pack.reference import check, check_append, check_recall, ring_room
+from sfi_kernels.pages import Ring, ring_operands, row_constants
 
 BLOCK_S, BLOCK_T = 64, 32
 WIDE_BYTES = 256  # wider rows are copied by twice the warps, to keep a tile in registers
@@ -44,43 +44,61 @@ def append_rows(
     return key
 
 
-@triton.jit(do_not_specialize=["T", "N", "pages"])
+@triton.jit(do_not_specialize=["T", "N", "pages", "room"])
 def _append_kernel(
     key_ptr, value_ptr, start_ptr, count_ptr, key_pages_ptr, value_pages_ptr, norm_ptr,
-    block_table_ptr, H, T, N, pages,
+    block_table_ptr, ring_key_ptr, ring_value_ptr, ring_table_ptr, place_ptr, home_key_ptr, home_value_ptr,
+    H, T, N, pages, room,
     key_batch_stride, key_head_stride, key_token_stride,
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    RING: tl.constexpr, HOMES: tl.constexpr,
 ):  # fmt: skip
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start, count = tl.load(start_ptr + request), tl.load(count_ptr + request)
     order = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)  # among the new tokens
     valid = order < count
-    position = start + order
-    page = tl.load(block_table_ptr + request * pages + position // N, mask=valid, other=0)
+    position, token = start + order, (T - count + order).to(tl.int64)
+    slot = request * pages + position // N
+    page = tl.load(block_table_ptr + slot, mask=valid, other=0)
+    key_ptr += request * key_batch_stride + head * key_head_stride
+    value_ptr += request * value_batch_stride + head * value_head_stride
     append_rows(
-        key_ptr + request * key_batch_stride + head * key_head_stride,
-        value_ptr + request * value_batch_stride + head * value_head_stride,
-        key_pages_ptr, value_pages_ptr, norm_ptr, page, position % N, head, (T - count + order).to(tl.int64),
-        valid, H, N, key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
+        key_ptr, value_ptr, key_pages_ptr, value_pages_ptr, norm_ptr, page, position % N, head, token, valid, H, N,
+        key_token_stride, value_token_stride, KEY_STRIDES, VALUE_STRIDES, D, E, BLOCK_D, BLOCK_E,
     )  # fmt: skip
+    key, value = token * key_token_stride, token * value_token_stride
+    if RING:
+        last = valid & (order >= count - room)
+        ring_page = tl.load(ring_table_ptr + slot, mask=last, other=0)
+        target = row_start(ring_page, head, position % N, KEY_STRIDES)
+        _move_rows(key_ptr, ring_key_ptr, key, target, last, D, BLOCK_D)
+        target = row_start(ring_page, head, position % N, VALUE_STRIDES)
+        _move_rows(value_ptr, ring_value_ptr, value, target, last, E, BLOCK_E)
+    if HOMES:
+        place = tl.load(place_ptr + head)
+        kept = order < tl.where(place >= 0, count, 0)
+        target = (page.to(tl.int64) * HOMES + place) * N + position % N
+        _move_rows(key_ptr, home_key_ptr, key, target * D, kept, D, BLOCK_D)
+        _move_rows(value_ptr, home_value_ptr, value, target * E, kept, E, BLOCK_E)
 
 
 def append(
     key_BHTD: torch.Tensor, value_BHTE: torch.Tensor, start_B: torch.Tensor, count_B: torch.Tensor,
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_PHN: torch.Tensor,
-    block_table_BP: torch.Tensor,
+    block_table_BP: torch.Tensor, *, ring: Ring | None = None,
 ) -> None:  # fmt: skip
     """See `reference.append`. D and E up to 256."""
     fixed = (start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
-    check_append(key_BHTD, value_BHTE, *fixed)
+    check_append(key_BHTD, value_BHTE, *fixed, ring=ring)
     (B, H, T, _), N = key_BHTD.shape, key_PHND.shape[2]
-    block = 1 if T == 1 else BLOCK_T
+    block, room = 1 if T == 1 else BLOCK_T, 0 if ring is None else ring_room(ring)
+    tensors, constants = ring_operands(ring, key_PHND, value_PHNE, block_table_BP)
     launch(
         _append_kernel, (B, H, triton.cdiv(T, block)), key_BHTD, value_BHTE, *fixed,
-        H, T, N, block_table_BP.shape[1], *key_BHTD.stride()[:3], *value_BHTE.stride()[:3],
-        num_warps=1 if T == 1 else 4, BLOCK_T=block, **row_constants(key_PHND, value_PHNE),
+        *tensors, H, T, N, block_table_BP.shape[1], room, *key_BHTD.stride()[:3], *value_BHTE.stride()[:3],
+        num_warps=1 if T == 1 else 4, BLOCK_T=block, **constants, **row_constants(key_PHND, value_PHNE),
     )  # fmt: skip
 
 
@@ -168,21 +186,22 @@ def _recall_rows(
 @triton.jit(do_not_specialize=["K", "S", "N", "pages", "steps"])
 def _recall_kernel(
     block_table_ptr, key_pages_ptr, value_pages_ptr, request_ptr, index_ptr, sink_ptr,
-    key_ptr, value_ptr, position_ptr, length_ptr,
-    into_key_ptr, into_value_ptr, into_position_ptr, into_length_ptr, fetched_ptr, heads_ptr,
-    H, K, S, N, pages, steps,
+    old_key_ptr, old_value_ptr, old_position_ptr, old_length_ptr,
+    key_ptr, value_ptr, position_ptr, length_ptr, fetched_ptr, heads_ptr, H, K, S, N, pages, steps,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
     refreshed, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    request = tl.load(request_ptr + refreshed).to(tl.int64)
+    request, pair = tl.load(request_ptr + refreshed).to(tl.int64), refreshed * H + head
     if request < 0:
         return
-    segment, pair = request * H + head, refreshed * H + head
+    if HEADS:  # noqa: SIM102 - known before the kernel is compiled
+        if tl.load(heads_ptr + pair) == 0:
+            return
     slot = tl.program_id(2) * BLOCK_S + tl.arange(0, BLOCK_S)  # [BLOCK_S]
-    position_ptr += segment * S
-    old_length = tl.load(length_ptr + segment)
+    old_position_ptr += pair * S
+    old_length = tl.load(old_length_ptr + pair)
     sink = tl.load(sink_ptr + refreshed)
 
     index_ptr += pair * K
@@ -192,21 +211,15 @@ def _recall_kernel(
     place = tl.zeros_like(position)
     for step in range(steps):
         candidate = place + (1 << (steps - 1 - step))
-        smaller = tl.load(position_ptr + candidate - 1, mask=candidate <= old_length, other=0) < position
+        smaller = tl.load(old_position_ptr + candidate - 1, mask=candidate <= old_length, other=0) < position
         place = tl.where((candidate <= old_length) & smaller, candidate, place)
     inside = (position >= 0) & (place < old_length)
-    on_device = inside & (tl.load(position_ptr + place, mask=inside, other=-1) == position)
-    if HEADS:  # noqa: SIM102 - known before the kernel is compiled
-        if tl.load(heads_ptr + pair) == 0:
-            counts = slot < tl.minimum(old_length, S)
-            position = tl.load(position_ptr + slot, mask=counts, other=-1)
-            following = tl.where(slot + 1 < old_length, 0, -1)
-            place, on_device = slot, counts
-    packed = position >= 0
-    tl.store(into_position_ptr + pair * S + slot, position, mask=slot < S)
+    on_device = inside & (tl.load(old_position_ptr + place, mask=inside, other=-1) == position)
+    packed, segment = position >= 0, request * H + head
+    tl.store(position_ptr + segment * S + slot, position, mask=slot < S)
     # the length is one more than the last packed slot, or 0: one slot of one program knows it
     last = (packed & (following < 0)) | ((slot == 0) & ~packed)
-    tl.store(into_length_ptr + pair + tl.zeros_like(slot), tl.where(packed, slot + 1, 0), mask=last)
+    tl.store(length_ptr + segment + tl.zeros_like(slot), tl.where(packed, slot + 1, 0), mask=last)
     missing = tl.sum((packed & ~on_device).to(tl.int32))
     tl.atomic_add(fetched_ptr + pair, missing, mask=missing > 0, sem="relaxed")
 
@@ -214,24 +227,24 @@ def _recall_kernel(
     table = block_table_ptr + request * pages
     page = tl.load(table + token // N, mask=packed & ~on_device, other=0)
     offset = token % N
-    old, into = segment * S + place, pair * S + slot
+    old, into = pair * S + place, segment * S + slot
     host_key = row_start(page, head, offset, KEY_STRIDES)
     host_value = row_start(page, head, offset, VALUE_STRIDES)
-    _recall_rows(key_pages_ptr, key_ptr, into_key_ptr, host_key, old, into, packed, on_device, D, BLOCK_D)
-    _recall_rows(value_pages_ptr, value_ptr, into_value_ptr, host_value, old, into, packed, on_device, E, BLOCK_E)
+    _recall_rows(key_pages_ptr, old_key_ptr, key_ptr, host_key, old, into, packed, on_device, D, BLOCK_D)
+    _recall_rows(value_pages_ptr, old_value_ptr, value_ptr, host_value, old, into, packed, on_device, E, BLOCK_E)
 
 
 def recall(
     key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
-    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, key_BHSD: torch.Tensor,
-    value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
-    into_key_RHSD: torch.Tensor, into_value_RHSE: torch.Tensor, into_position_RHS: torch.Tensor,
-    into_length_RH: torch.Tensor, fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
+    request_R: torch.Tensor, index_RHK: torch.Tensor, sink_R: torch.Tensor, old_key_RHSD: torch.Tensor,
+    old_value_RHSE: torch.Tensor, old_position_RHS: torch.Tensor, old_length_RH: torch.Tensor,
+    key_BHSD: torch.Tensor, value_BHSE: torch.Tensor, position_BHS: torch.Tensor, length_BH: torch.Tensor,
+    fetched_RH: torch.Tensor, *, heads_RH: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `reference.recall`. D and E up to 256; host pages must not change until the kernel has run."""
-    old = key_BHSD, value_BHSE, position_BHS, length_BH
-    into = into_key_RHSD, into_value_RHSE, into_position_RHS, into_length_RH
-    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, into, fetched_RH, heads_RH)
+    old = old_key_RHSD, old_value_RHSE, old_position_RHS, old_length_RH
+    segment = key_BHSD, value_BHSE, position_BHS, length_BH
+    check_recall(key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, old, segment, fetched_RH, heads_RH)
     (R, H, K), (S, N) = index_RHK.shape, (key_BHSD.shape[2], key_PHND.shape[2])
     constants = row_constants(key_PHND, value_PHNE)
     row_bytes = max(constants["D"], constants["E"]) * key_BHSD.element_size()
@@ -241,7 +254,7 @@ def recall(
     launch(
         # the block table comes first: the first tensor's device is where the kernel runs
         _recall_kernel, grid, block_table_BP, key_PHND, value_PHNE, request_R, index_RHK, sink_R,
-        *old, *into, fetched_RH, length_BH if heads_RH is None else heads_RH,
+        *old, *segment, fetched_RH, length_BH if heads_RH is None else heads_RH,
         H, K, S, N, block_table_BP.shape[1], S.bit_length(),
         num_warps=8 if row_bytes > WIDE_BYTES else 4,
         max_registers=NARROW_REGISTERS if row_bytes <= NARROW_BYTES else None,

@@ -10,10 +10,12 @@ from sfi_core.engine.batch_pass import Descriptors, Requests, Rows, known_reques
 from sfi_core.engine.ledger import RequestPass, enter, plan_step
 from sfi_core.engine.run import Run
 from sfi_core.policies.base import Policy, Selection
+from sfi_core.state.kv_store import Recall
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
 Selections = dict[tuple[int, ...], list[Selection]]  # by the layers that selected together
+Recalls = dict[tuple[int, ...], Recall]  # by layers, whose requests then follow each other in `rows_RH`
 
 
 class Kind(NamedTuple):
@@ -30,8 +32,9 @@ class StepBuffers(Descriptors):
 
     The store's pages are allocated for the whole run. A step decodes at most `most` tokens of a request. `descriptor`
     and `dense`, for `dense_layers`, are the last step's, described `ahead` if it has not begun. `rows` are the slow
-    requests, None for a step that refreshes nothing. By layer, `selections` has what was selected and `queries`, for an
-    audit, the last step's, [B, H, G, D].
+    requests, None for a step that refreshes nothing, `chosen` those that a policy chooses for. By layer, `selections`
+    has what was selected, `recalls` what that brought from the host, and `queries`, for an audit, the last step's,
+    [B, H, G, D].
     """
 
     policy: Policy
@@ -40,7 +43,9 @@ class StepBuffers(Descriptors):
     dense: StepDescriptor | None = None
     ahead: bool = False
     rows: Rows | None = None
+    chosen: Rows = field(init=False)
     selections: Selections = field(default_factory=dict)
+    recalls: Recalls = field(default_factory=dict)
     queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
 
@@ -97,15 +102,34 @@ class StepBuffers(Descriptors):
                 self.queries[layer] = torch.empty_like(query_BHGD)
             self.queries[layer].copy_(query_BHGD)
 
+    def keep_recall(self, layer: int, recall: Recall | None) -> None:
+        """Keep what a layer's selection brings from the host."""
+        if recall is not None:
+            self.recalls[layer,] = recall
+
+    def end(self) -> None:
+        """Join the recalls of layers whose rows have one size, once they have arrived."""
+        alike: dict[int, Recalls] = {}
+        for layers, recall in self.recalls.items():
+            alike.setdefault(recall.row_bytes, {})[layers] = recall
+        self.recalls = {
+            tuple(layer for layers in recalls for layer in layers): Recall(
+                torch.cat([recall.rows_RH for recall in recalls.values()]), size, 0.0, lambda job: job()
+            )
+            for size, recalls in alike.items()
+        }
+
     def begin(self) -> None:
         """Do the device's work that a step does once for all layers."""
-        self.selections = {}
+        self.selections, self.recalls = {}, {}
         self.windows.clear()
         for step in (self.descriptor, self.dense):
             if step is not None:
                 self._plan(step)
         sink, table_BP = self.policy.config.sink, self.store.block_table_BP
         self.rows = Rows.of_slow(sink, self.descriptor, table_BP) if self.refreshes else None
+        if self.kind.chooses and not self.store.whole_on_device:
+            self.chosen = Rows.of_fast(sink, self.descriptor, table_BP)
 
 
 def describe_again(requests: Sequence[StepRequest], known: StepDescriptor, most: int) -> StepDescriptor:

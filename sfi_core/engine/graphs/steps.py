@@ -13,12 +13,12 @@ from sfi_core.engine import select
 from sfi_core.engine.attend import count_attention, prepare_layers, read
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.batch_pass import Descriptors, Rows, SeenLayer
-from sfi_core.engine.graphs.buffers import Kind, Selections, StepBuffers, foresee
+from sfi_core.engine.graphs.buffers import Kind, Recalls, Selections, StepBuffers, foresee
 from sfi_core.engine.graphs.recorder import Recorder, Work
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
-from sfi_core.observers.events import SelectionEvent
+from sfi_core.observers.events import RecallEvent, SelectionEvent
 from sfi_core.observers.observer import AHEAD, Observers
 from sfi_core.policies.base import Selection
 from sfi_core.state.side_stream import SideStream
@@ -33,8 +33,9 @@ class StepGraph:
     """A step that was recorded, so that `replay` repeats the device's work, or that ran kernel by kernel."""
 
     selections: Selections
+    recalls: Recalls
     launches: Counter[str]
-    side: SideStream  # holds the events that order the graph's two streams
+    sides: tuple[SideStream, SideStream]  # hold the events that order the graph's streams
     replay: Work | None = None
 
     def repeat(self) -> None:
@@ -73,6 +74,7 @@ class StepGraphs:
         self._graphs: dict[Kind, StepGraph] = {}
         self._needed: set[Kind] | None = {Kind(chooses=run.policy.chooses)} if patient else None
         self._wants = SelectionEvent in run.observer.wants
+        self._brought: Recalls = {}  # by the first run of a step that is recorded: its repetitions find the rows there
 
     def give(self, token_B1: torch.Tensor, position_B1: torch.Tensor | int) -> None:
         """Take another loop's tokens and positions, on the device, for the step that the run has begun.
@@ -126,6 +128,7 @@ class StepGraphs:
 
     def _take_over(self) -> None:
         run, buffers = self._run, self._buffers
+        run.store.join()  # a graph waits for nothing outside
         run.descriptors, run.attend = buffers, partial(attend_recorded, buffers)
 
     def leave(self) -> None:
@@ -180,8 +183,8 @@ class StepGraphs:
 
     def _run_once(self, *, records: bool = False) -> StepGraph:
         # the work uses counters, a ring and events of its own, and no spans
-        run, replay = self._run, None
-        kernels, maintenance, observer = run.meter.kernels, run.maintenance, run.observer
+        run, replay, buffers = self._run, None, self._buffers
+        kernels, maintenance, observer, side = run.meter.kernels, run.maintenance, run.observer, run.store.side
         began = time.perf_counter()
         run.observer = Observers([observer], spans=False)
         try:
@@ -190,9 +193,10 @@ class StepGraphs:
                     replay = self._recorder(self._work)
             else:
                 self._work()
-            return StepGraph(self._buffers.selections, run.meter.kernels, run.maintenance.side, replay)
+            sides = run.maintenance.side, run.store.side
+            return StepGraph(buffers.selections, buffers.recalls, run.meter.kernels, sides, replay)
         finally:
-            run.meter.kernels, run.maintenance, run.observer = kernels, maintenance, observer
+            run.meter.kernels, run.maintenance, run.observer, run.store.side = kernels, maintenance, observer, side
             run.meter.recording_seconds += time.perf_counter() - began
 
     @contextmanager
@@ -213,7 +217,7 @@ class StepGraphs:
     def _work(self) -> None:
         # the device's part of a step that the host has described
         run, buffers = self._run, self._buffers
-        run.meter.kernels, run.maintenance = Counter(), run.maintenance.again()
+        run.meter.kernels, run.maintenance, run.store.side = Counter(), run.maintenance.again(), run.store.side.again()
         with run.launches():
             buffers.begin()
         token_BW, step = self._token_BW, buffers.descriptor
@@ -227,6 +231,9 @@ class StepGraphs:
             self._logits_XV = logits_XV.new_empty(len(self._token_X), logits_XV.shape[1])
         self._logits_XV[: len(logits_XV)].copy_(logits_XV)
         run.maintenance.join()
+        run.store.join()
+        buffers.end()
+        self._brought = self._brought or buffers.recalls
 
     def _note(self, done: StepGraph) -> None:
         run = self._run
@@ -234,7 +241,8 @@ class StepGraphs:
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
             selections = {layers: [one.copy() for one in several] for layers, several in selections.items()}
-        note_step(run, selections, self._buffers.places)
+        note_step(run, selections, self._buffers.places, self._brought or done.recalls)
+        self._brought = {}
 
 
 def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
@@ -251,6 +259,8 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
             chosen, pseudo = select.choose(layer, step, last_BHG1D, step.longest)
             if chosen:
                 buffers.selections[layer.index,] = chosen
+                if not layer.in_place:
+                    buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, chosen[0]))
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
@@ -264,16 +274,22 @@ def _select(buffers: StepBuffers, rows: Rows, handed: list[select.Handed]) -> No
     with layers[0].run.launches():
         selection = select.select(layers, rows, None, select.joined(handed))
         assert selection is not None, "a policy that needs only the evidence selects"
-        select.pack(layers, rows, selection)
+        buffers.keep_recall(layers[0].index, select.pack(layers, rows, selection))
     buffers.selections[tuple(layer.index for layer in layers)] = [selection]
 
 
-def note_step(run: Run, selections: Selections, places: Mapping[int, int]) -> None:
+def note_step(run: Run, selections: Selections, places: Mapping[int, int], recalls: Recalls) -> None:
     """Update counts and states after a replayed step, and tell the observer; `places` has slow rows' in selections."""
     batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
+    if run.policy.chooses:
+        places = {row: row for row in batch_pass.descriptor.fast}
+    for recalled, recall in recalls.items():
+        if RecallEvent in run.observer.wants:  # observers may look at the numbers when the next step has begun
+            recall = replace(recall, rows_RH=recall.rows_RH.clone())  # noqa: PLW2901
+        run.tell_recall(recalled, places, recall)
     for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
-        count_attention(run, batch_pass.descriptor_of(left_dense=left_dense), layer)
+        count_attention(run, layer, batch_pass.descriptor_of(left_dense=left_dense))
     for layers, several in sorted(selections.items()):
         if run.policy.chooses:
             select.note_choice(run, layers[0], several, batch_pass.descriptor.fast)

@@ -140,12 +140,9 @@ def _check(known: PromptCache, session: Session) -> None:
 
 def _read(store: KVStore, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     # the keys and values of a store's one request
-    parts = []
-    for _, *pair in store.blocks(layer, 0, length):
-        # of two tiers the next block is written over this one, and the device has no room for all
-        parts.append(pair if store.whole_on_device else [part.cpu().clone() for part in pair])
-    key, value = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in zip(*parts, strict=True))
-    return key, value
+    key, value = store.keys(layer, 0, 0, length), store.values(layer, 0, 0, length)
+    # of two tiers the device has no room for all layers'
+    return (key, value) if store.whole_on_device else (key.cpu().clone(), value.cpu().clone())
 
 
 def begin_shared(shared: SharedPrompt, session: Session, cache: SfiCache, watchers: tuple[Watcher, ...]) -> None:

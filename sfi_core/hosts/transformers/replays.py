@@ -189,6 +189,7 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
     reasons = {
         **common_reasons(session),
         "layers with a state": any(shape.state_bytes for shape in session.shapes()),
+        "kv_device_budget": session.tiers is not None,
         "sliding windows in a lossless run or of several requests": windows and (batch > 1 or session.engine.lossless),
         "sliding windows beside a cache of kv_dtype": windows and session.kv_dtype is not None,
         f"a model of {session.model.dtype}": session.model.dtype not in KINDS,
@@ -236,6 +237,5 @@ def common_reasons(session: Session) -> dict[str, bool]:
     return {
         "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
-        "kv_device_budget, whose pages come and go": session.engine.kv_device_budget is not None,
         "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
     }

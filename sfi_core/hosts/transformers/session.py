@@ -174,7 +174,7 @@ class Session:
         budget = self.engine.kv_device_budget
         if budget is None:
             return None
-        return TierPlan(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page)
+        return TierPlan(budget, self.policy, self.policy_name, self.shapes(), self.engine.kv_page, self.backend)
 
     @property
     def page_size(self) -> int | None:
@@ -314,7 +314,7 @@ class Session:
         if self.tiers is None:
             page, shared = self._sharing(batch, beginning)
             return KVCache(batch, capacity, page, self.backend, dtype=self.kv_dtype, shared=shared)
-        return self.tiers.store(batch, capacity, generated, self.backend, self.model.device)
+        return self.tiers.store(batch, capacity, generated, self.model.device, self.model.dtype)
 
     def _sharing(self, batch: int, beginning: int) -> tuple[int | None, int]:
         # the tokens of a page, and those in pages of all requests: not all of the beginning, so that each adds some

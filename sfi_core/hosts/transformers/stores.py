@@ -25,9 +25,11 @@ class TierPlan:
     recent window shorter than a page.
     """
 
-    def __init__(self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int) -> None:
+    def __init__(
+        self, budget: str, policy: Policy, name: str, shapes: Sequence[LayerShape], page: int, backend: str
+    ) -> None:
         self.budget = DeviceBudget.parse(budget)
-        self.policy, self.shapes, self.page = policy, shapes, page
+        self.policy, self.shapes, self.page, self.backend = policy, shapes, page, backend
         check_able(policy, name, "offloads")
         if policy.config.recent < page:
             raise ConfigError(
@@ -52,30 +54,49 @@ class TierPlan:
         recent = least if generated is None else self.longest_recent(generated)
         return two_tier_bytes(
             self.shapes, self.policy, batch=batch, capacity=capacity, page=self.page, longest_recent=recent,
-            resident=resident,
+            resident=self.policy.resident if resident else None, stages=self.backend == "triton",
         )  # fmt: skip
 
-    def store(self, batch: int, capacity: int, generated: int, backend: str, device: torch.device) -> TwoTierStore:
-        """Make the store; raise an `SfiError` for too small a budget or memory, or a page of no whole tiles."""
-        if backend == "triton" and self.page % TILE:
+    def store(
+        self, batch: int, capacity: int, generated: int, device: torch.device, dtype: torch.dtype
+    ) -> TwoTierStore:
+        """Make the store, its pages too, for keys of a `dtype`.
+
+        Raise an `SfiError` for too small a budget or memory, a page of no whole tiles, or a backend that cannot read
+        host memory.
+        """
+        if self.backend == "triton" and self.page % TILE:
             raise BackendError(
                 f"engine.kv_page must be a multiple of {TILE} tokens under the triton backend, got {self.page}"
             )
-        expected = self.bytes(batch, capacity, generated)
+        if self.backend != "triton" and device.type != "cpu":
+            raise BackendError(
+                f"kv_device_budget on a {device.type} device needs the triton backend, which reads host memory, got "
+                f"{self.backend}"
+            )
+        expected, more = (self.bytes(batch, capacity, generated, resident=one) for one in (False, True))
         check_device_budget(self.budget, expected, self.bytes(batch, capacity).device_bytes)
+        if more.device_bytes <= self.budget.bytes_of(expected.cache_bytes):
+            expected, resident = more, self.policy.resident
+        else:
+            resident = None
         free = free_bytes(torch.device("cpu"))
         if free is not None and expected.host_bytes > free:
             raise MemoryForecastError(
                 f"host memory must hold the whole cache, {expected.host_bytes / 1e9:.2f} GB, got "
                 f"{free / 1e9:.2f} GB free; lower the batch or max_new_tokens"
             )
-        more = self.bytes(batch, capacity, generated, resident=True).device_bytes
-        fits = more <= self.budget.bytes_of(expected.host_bytes)
-        return TwoTierStore(
+        store = TwoTierStore(
             batch, capacity, page_size=self.page, ring_pages=ring_pages(self.longest_recent(generated), self.page),
-            backend=backend, side=side_of(device, overlap=True, role="tiers"),
-            resident=self.policy.resident if fits else None,
+            backend=self.backend, side=side_of(device, overlap=True, role="tiers"), resident=resident,
+            host_bytes=expected.host_bytes,
         )  # fmt: skip
+        for index, shape in enumerate(self.shapes):
+            if shape.window is None and shape.owner is None and shape.itemsize == dtype.itemsize:
+                widths = shape.key_width, shape.value_width
+                like = [torch.empty(1, shape.heads, 0, width, dtype=dtype, device=device) for width in widths]
+                store.allocate(index, *like)
+        return store
 
 
 def check_able(policy: Policy | type[Policy], name: str, ability: str) -> None:

@@ -47,6 +47,7 @@ def dense(layer: LayerData, _: None) -> Iterator[KernelVariant]:
         yield variant("dense", lambda: dense_attention.reference(*operands, scale=settings.scale)[:, :, :, 0])
     else:
         yield variant("dense", layer.attended(layer.plan(mode=SLOW, packed=0)))
+        yield variant("dense.host", layer.attended(layer.plan(mode=SLOW, packed=0), hosted=True))
         yield _slow_step(layer, "dense.evidence", layer.query_BHGD[:, :, :, None])
         one_split = layer.plan(mode=SLOW, packed=0, programs=settings.kv_heads)
         yield variant("dense.paper_like", layer.attended(one_split, block_n=PAPER_TILE))

@@ -1,6 +1,6 @@
 """The variants that the benchmark runs: a table of all ops, and those that are no attention."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -66,8 +66,7 @@ def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
     stays = torch.nn.functional.pad(stays, (0, K - stays.shape[2]), value=-1)
     pack.on(layer.backend)(*layer.pack_operands(old._replace(index_BHK=stays)))
     fetched = torch.empty_like(into.length_BH)
-    pages = torch.stack([rows.cpu() for rows in layer.paged[:2]], 2)  # FreeKV's layout, [P, H, 2, N, D]
-    host = (pages.pin_memory() if old.key_BHSD.is_cuda else pages).unbind(2)
+    host = layer.hosted[0][:2]
     rows = layer.block_table_BP, layer.request_B, into.index_BHK, layer.sink_B
     operands: tuple[Any, ...] = (*host, *rows, *old.segment, *into.segment, fetched)
     call = partial(recall.on(layer.backend), *operands)
@@ -86,26 +85,33 @@ def recalled(layer: LayerData, retention: float) -> Iterator[KernelVariant]:
 
 
 def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:
-    """Yield the append of each request's last token again, so that the cache stays the same."""
+    """Yield the append of each request's last token again, so that the cache stays the same; also to both tiers."""
     key, value = (x[:, :, -1:].clone() for x in (layer.key_BHTD, layer.value_BHTD))
-    stored = layer.pages.key_PHND, layer.pages.value_PHNE, layer.pages.norm_PHN
-    count = torch.ones_like(layer.length_B)
-    operands = key, value, layer.length_B - 1, count, *stored, layer.block_table_BP
-    call = partial(append.on(layer.backend), *operands)
-    last, offset = layer.block_table_BP[:, -1].long(), (layer.settings.context - 1) % stored[0].shape[2]
+    count, page_size = torch.ones_like(layer.length_B), layer.pages.key_PHND.shape[2]
+    last, offset = layer.block_table_BP[:, -1].long(), (layer.settings.context - 1) % page_size
 
-    def error() -> float:
-        for rows in stored:
-            rows[last, :, offset] = torch.nan
-        call()
-        keys, values, norms = (rows[last, :, offset] for rows in stored)
-        wrong = max(gates.same(keys, key[:, :, 0]), gates.same(values, value[:, :, 0]))
-        expected = key[:, :, 0].double().square().sum(-1).sqrt()
-        # a sum of D squares is off by at most D roundings, its root by D / 2
-        allowed = (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps * expected
-        return max(wrong, gates.share((norms.double() - expected).abs(), allowed))
+    def variant(name: str, pages: Sequence[torch.Tensor], times: int, **options: Any) -> KernelVariant:
+        stored = *pages, layer.pages.norm_PHN
+        operands = key, value, layer.length_B - 1, count, *stored, layer.block_table_BP
+        call = partial(append.on(layer.backend), *operands, **options)
 
-    yield KernelVariant("append", None, call, layer.settings.append_bytes(), error)
+        def error() -> float:
+            for rows in stored:
+                rows[last.to(rows.device), :, offset] = torch.nan
+            call()
+            keys, values, norms = (rows[last.to(rows.device), :, offset].to(layer.device) for rows in stored)
+            wrong = max(gates.same(keys, key[:, :, 0]), gates.same(values, value[:, :, 0]))
+            expected = key[:, :, 0].double().square().sum(-1).sqrt()
+            # a sum of D squares is off by at most D roundings, its root by D / 2
+            allowed = (key.shape[-1] / 2 + 2) * torch.finfo(torch.float32).eps * expected
+            return max(wrong, gates.share((norms.double() - expected).abs(), allowed))
+
+        return KernelVariant(name, None, call, times * layer.settings.append_bytes(), error)
+
+    yield variant("append", layer.pages.tensors[:2], 1)
+    if layer.backend == "triton":
+        (*host, _), ring = layer.hosted
+        yield variant("append.host", host, 2, ring=ring)
 
 
 def norm(layer: LayerData, _: None) -> Iterator[KernelVariant]:

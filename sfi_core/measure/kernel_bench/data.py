@@ -15,11 +15,13 @@ from sfi_core.state.layer_pages import LayerPages
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, resident_programs, split_plan, work_items
 from sfi_kernels.dense_attention import window_logits
 from sfi_kernels.pack import pack
+from sfi_kernels.pages import Ring
 from sfi_kernels.selector import selector
 from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_step
 
 # standard deviation of the logits: attention rests on some thirty tokens of 16K, so that a missing token
 # shows in the output; with queries of unit length the output would be almost the mean over all tokens
+RING = 2  # pages of a request's ring
 PEAKEDNESS = 2.5
 SELECTOR = SelectorConfig()
 
@@ -107,6 +109,16 @@ class LayerData:
         return self.pages.key_PHND, self.pages.value_PHNE, self.block_table_BP
 
     @cached_property
+    def hosted(self) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], Ring]:
+        """The pages in host memory, pinned for a GPU, as `paged`; and a ring of two pages a request for steps."""
+        pages = [x.cpu().pin_memory() if x.is_cuda else x.clone() for x in (self.pages.key_PHND, self.pages.value_PHNE)]
+        B, count = self.block_table_BP.shape
+        page_P = torch.arange(count, device=self.device)
+        table_BP = (self.request_B[:, None] * RING + page_P % RING).int()
+        near = [x.new_empty(B * RING, *x.shape[1:]) for x in (self.pages.key_PHND, self.pages.value_PHNE)]
+        return (pages[0], pages[1], self.block_table_BP), Ring(near[0], near[1], table_BP)
+
+    @cached_property
     def norm_BHT(self) -> torch.Tensor:
         """The key norms, float32."""
         return torch.stack([torch.linalg.vector_norm(row.float(), dim=-1) for row in self.key_BHTD])
@@ -176,11 +188,14 @@ class LayerData:
         return plan
 
     def attend(
-        self, plan: StepDescriptor, *packed: torch.Tensor, query_BHGWD: torch.Tensor | None = None, **options: Any
-    ) -> DecodeAttention:
+        self, plan: StepDescriptor, *packed: torch.Tensor, query_BHGWD: torch.Tensor | None = None,
+        hosted: bool = False, **options: Any,
+    ) -> DecodeAttention:  # fmt: skip
         """Run a step's attention: over `packed` rows, by default none, for the step's or for other queries."""
         query_BHGWD = self.query_BHGD[:, :, :, None] if query_BHGWD is None else query_BHGWD
-        operands: tuple[Any, ...] = (*(packed or self.nothing), *self.paged, plan)
+        pages, ring = self.hosted if hosted else (self.paged, None)
+        operands: tuple[Any, ...] = (*(packed or self.nothing), *pages, plan)
+        options |= {"ring": ring}
         return decode_attention.on(self.backend)(query_BHGWD, *operands, scale=self.settings.scale, **options)
 
     def attended(self, *operands: Any, **options: Any) -> Callable[[], torch.Tensor]:

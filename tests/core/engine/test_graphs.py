@@ -3,6 +3,7 @@
 import re
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def complete(monkeypatch, models, recorder):
             models[name], None, options.pop("prompts"), page_size=16,
             observers=[observer, *options.pop("observers", [])],
             engine=EngineOptions(
-                backend="triton", graphs=graphs, lossless=options.pop("lossless", False)
+                backend="triton", graphs=graphs, lossless=options.pop("lossless", False), kv_page=16,
+                kv_device_budget=options.pop("tiers", None),
             ), **options,
         )  # fmt: skip
         return result.report, observer
@@ -151,6 +153,33 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
     options = {"policy": policy, "max_new_tokens": 6, "prompts": PROMPTS[1:3]}
     same(complete(True, **options), complete(False, **options))
     assert recorder.tapes == {"prior-only": 2}.get(policy, 1)
+
+
+@pytest.mark.parametrize(
+    "policy", ["sfi", "snapkv", "streaming-llm", pytest.param("codescan", marks=pytest.mark.exhaustive)]
+)
+def test_steps_over_two_tiers_can_be_replayed(complete, recorder, policy):
+    """Tokens and records are those of eager steps and of a cache on the device; so are the bytes over the link."""
+    options = {"policy": policy, "config": CONFIG.replace(recent=16, budget=4), "max_new_tokens": 8}
+    if policy == "codescan":
+        options |= {"name": "small", "prompts": PROMPTS[:2]}
+    graphed, eager, whole = complete(True, tiers="1MB", **options), complete(False, tiers="1MB", **options), None
+    whole = complete(False, **options)
+    tapes, recalls = (
+        recorder.tapes,
+        [
+            [(e.step, e.request, e.layer, e.rows_H.tolist(), e.row_bytes) for e in heard.recalls]
+            for _, heard in (graphed, eager)
+        ],
+    )
+    assert sorted(recalls[0]) == sorted(recalls[1])
+    same(graphed, eager)
+    assert [r.token_ids for r in graphed[0].requests] == [r.token_ids for r in whole[0].requests]
+    assert told(graphed[1]) == told(whole[1])
+    ours, theirs = (replace(report.kv_tiers, recall_seconds=0) for report, _ in (graphed, eager))
+    assert ours == theirs
+    assert (ours.recalled_bytes > 0) == (policy in ("sfi", "codescan"))
+    assert tapes > 0
 
 
 @pytest.mark.exhaustive

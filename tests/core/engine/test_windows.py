@@ -82,6 +82,6 @@ def test_a_ring_holds_what_a_query_sees(backend, window, queries, before):
         for row, (mode, count) in enumerate(zip(modes, counts, strict=True)):
             if mode != IDLE:
                 torch.testing.assert_close(out[row, :, :, -count:], expected[row, :, :, -count:])
-        held = min(window.size - 1, min(lengths))
+        held = min(window.size - 1, *lengths)
         for ours, theirs in zip(ring.tokens(lengths, held), (key, value), strict=True):
             torch.testing.assert_close(ours, last(theirs, lengths, held))

@@ -10,6 +10,7 @@ from sfi_core import EngineOptions, SfiConfig, read_prompt, slow_fast
 from sfi_core.errors import BackendError, ConfigError, MemoryForecastError
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.policies import POLICIES
+from sfi_core.state.host_memory import HostMemory
 from tests.architectures import prompts, tiny
 
 ROWS = prompts(60)
@@ -28,7 +29,7 @@ def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others):
 
 
 TOO_SMALL = (
-    "kv_device_budget must hold sink + recent + one page, at least 44088 bytes, got {}; raise "
+    "kv_device_budget must hold sink + recent + one page, at least 35800 bytes, got {}; raise "
     "kv_device_budget, or lower the batch, budget or recent"
 )
 REFUSALS = {
@@ -109,3 +110,35 @@ def test_prompts_that_were_read_before_move_into_two_tiers():
     alone = complete(engine())
     found, expected = ([r.token_ids for r in one.report.requests] for one in (run, alone))
     assert found == expected
+
+
+def test_a_backend_that_cannot_read_host_memory_is_refused_on_a_gpu():
+    with slow_fast(tiny("qwen3"), None, CONFIG, engine=engine()) as session, pytest.raises(BackendError) as caught:
+        session.tiers.store(1, 64, 4, torch.device("cuda"), torch.float32)
+    assert str(caught.value) == (
+        "kv_device_budget on a cuda device needs the triton backend, which reads host memory, got torch"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch pins memory here")
+def test_memory_that_the_system_does_not_pin_is_refused_with_its_size():
+    with pytest.raises(MemoryForecastError) as caught:
+        HostMemory(1000).take((3, 10), torch.float32, pinned=True)
+    assert str(caught.value) == (
+        "host memory must be pinned under kv_device_budget, but the system refuses 512 bytes; lower the batch or "
+        "max_new_tokens"
+    )
+
+
+def test_pinned_memory_comes_in_pieces_of_powers_of_two(monkeypatch: pytest.MonkeyPatch):
+    """But for the last: PyTorch would round each layer up by itself."""
+    memory, sizes, empty = HostMemory(7 * 40), [], torch.empty
+
+    def plain(size, *, dtype, pin_memory):
+        sizes.append(size)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", plain)
+    taken = [memory.take((2, 5), torch.float32, pinned=True).fill_(number) for number in range(7)]
+    assert sizes == [256, 40]
+    assert all((part == number).all() for number, part in enumerate(taken))

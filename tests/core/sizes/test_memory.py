@@ -135,7 +135,23 @@ def test_the_forecast_is_what_a_run_allocates(tiny_model, policy: str, options: 
 def free(monkeypatch: pytest.MonkeyPatch, tmp_path):
     meminfo = tmp_path / "meminfo"
     monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "absent")
     return lambda kilobytes: meminfo.write_text(f"MemTotal: 9999999 kB\nMemAvailable: {kilobytes} kB\n")
+
+
+def test_memory_that_a_control_group_withholds_is_not_free(free, monkeypatch, tmp_path):
+    """The least of what the process's group and those above it leave, with files that need not stay."""
+    free(9000)
+    own, group = tmp_path / "own", tmp_path / "groups" / "one" / "job"
+    own.write_text("1:name=systemd:/\n0::/one/job\n")
+    group.mkdir(parents=True)
+    for folder, limit, used in ((group, "max", 10), (group.parent, "5000", 4000)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 3\ninactive_file 500\n")
+    monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(memory, "OWN_GROUP", own)
+    assert memory.free_bytes(CPU) == 1500
 
 
 def need(**numbers: int) -> Forecast:
@@ -178,7 +194,8 @@ def test_what_is_in_use_already_need_not_be_free(free):
 
 
 def test_where_the_free_memory_is_unknown_nothing_is_refused_and_all_run_together(monkeypatch, tmp_path, tiny_model):
-    monkeypatch.setattr(memory, "MEMINFO", tmp_path / "absent")
+    for name in ("MEMINFO", "GROUPS"):
+        monkeypatch.setattr(memory, name, tmp_path / "absent")
     assert memory.free_bytes(CPU) is None
     check_fits(need(kv=10**15), CPU)
     assert plan(tiny_model, [[1]] * 30).slots == plan(tiny_model, [[1]] * 30, max_batch=50).slots == 30

@@ -61,17 +61,18 @@ def test_the_parts_are_those_of_every_request_and_full_attention_layer():
     """101 tokens are 13 pages of 8; 20 recent ones lie in up to 4 pages, and one is written."""
     found = of()
     assert dict(found.parts) == {
-        "ring": 2 * (cells(WIDE, 40) + cells(NARROW, 40) + 4 * 40 * (4 + 2)),
+        "ring": 2 * (cells(WIDE, 40) + cells(NARROW, 40)),
         "packed": 2 * (packed(WIDE, 13) + packed(NARROW, 13)),
-        "scratch": packed(WIDE, 13),
+        "scratch": 2 * packed(WIDE, 13),
         "norms": 2 * 4 * (4 + 2) * 13 * 8,
         # 7 pages of two extremes and a float32 score
         "notes": 2 * 7 * (4 * (2 * 2 * 8 + 4) + 2 * (2 * 2 * 4 + 4)),
-        "stream": 2 * cells(WIDE, 8),
+        "stage": 0,
         "resident": 0,
     }
     assert found.device_bytes == sum(found.parts.values())
-    assert found.host_bytes == 2 * (cells(WIDE, 13 * 8) + cells(NARROW, 13 * 8))
+    assert found.host_bytes == found.cache_bytes == 2 * (cells(WIDE, 13 * 8) + cells(NARROW, 13 * 8))
+    assert dict(of(stages=True).parts) == {**found.parts, "stage": cells(WIDE, 13 * 8)}
 
 
 def test_what_a_policy_does_not_need_does_not_count():
@@ -80,7 +81,7 @@ def test_what_a_policy_does_not_need_does_not_count():
     assert few["notes"] == 0
     short = of(capacity=4).parts
     assert short["packed"] == 2 * (packed(WIDE, 3 + 8) + packed(NARROW, 3 + 8))
-    assert short["ring"] == 2 * (cells(WIDE, 8) + cells(NARROW, 8) + 4 * 8 * (4 + 2))
+    assert short["ring"] == 2 * (cells(WIDE, 8) + cells(NARROW, 8))
 
 
 def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
@@ -91,11 +92,12 @@ def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
     assert (found["ring"], found["norms"]) == (of().parts["ring"], of().parts["norms"])
 
 
-def test_resident_heads_keep_their_whole_cache_beside_what_all_heads_have():
-    found = of(resident=True)
+def test_resident_heads_have_their_whole_cache_besides_and_a_resident_layer_has_nothing_else():
+    found = of(resident=Summing(CONFIG, Trigger(frozenset(), CONFIG)).resident)
     assert found.parts["resident"] == 2 * (cells(WIDE, 13 * 8, 3) + cells(NARROW, 13 * 8))
-    assert {**found.parts, "resident": 0} == dict(of().parts)
-    assert found.host_bytes == of().host_bytes
+    others = {**of().parts, "ring": 2 * cells(WIDE, 40)}
+    assert {**found.parts, "resident": 0} == others
+    assert (found.host_bytes, found.cache_bytes) == (2 * cells(WIDE, 13 * 8), of().host_bytes)
 
 
 def test_a_budget_that_is_too_small_says_what_the_run_needs():
@@ -110,7 +112,7 @@ def test_a_budget_that_is_too_small_says_what_the_run_needs():
     with pytest.raises(ConfigError, match=rf"longest recent window, {expected.device_bytes} bytes, got"):
         check_device_budget(DeviceBudget.parse(str(least)), expected, least)
     share = DeviceBudget.parse("20%")
-    with pytest.raises(ConfigError, match=rf"at least {least} bytes, got {expected.host_bytes // 5};"):
+    with pytest.raises(ConfigError, match=rf"at least {least} bytes, got {expected.cache_bytes // 5};"):
         check_device_budget(share, expected, least)
 
 

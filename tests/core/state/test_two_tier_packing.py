@@ -9,10 +9,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.state.kv_cache import KVCache
 from sfi_core.state.layer_pages import PackedSegment
 from sfi_kernels.launch import counting
+from sfi_kernels.pages import read_pages
 from tests.covering import each_value
 from tests.fakes import int32
 from tests.schedules import Lazy
-from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written, joined
+from tests.two_tier import CAPACITY, RING, SIDES, B, D, E, H, N, Written
 
 pytestmark = pytest.mark.usefixtures("poisoned_host_memory")
 
@@ -84,7 +85,6 @@ def test_rows_that_come_late_are_the_last_selection(side: str):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_sinks_of_a_prompt_shorter_than_a_page_are_packed(side: str):
-    """Their page is not complete, nobody has asked the host for it before."""
     packing = Packing(SIDES[side](), 3, 6, 1)
     nothing = [[[], []]] * B
     rows_RH = packing.pack([0, 1, 2], [3, 6, 1], nothing)
@@ -172,29 +172,6 @@ def test_keys_come_from_the_ring_and_from_the_host(side: str):
                 assert torch.equal(found[0], key[:, start:stop])
 
 
-def test_a_part_of_the_tokens_may_be_read():
-    """Its end lies in a page that the ring no longer has, or in one that is not complete."""
-    written = Written()
-    written.append(41, 3, 17)
-    for row, key in enumerate(written.keys):
-        for length in range(1, key.shape[1] + 1):
-            found = joined(written.store.blocks(0, row, length))
-            assert torch.equal(found[0], key[:, :length])
-
-
-def test_the_ring_holds_the_recent_tokens_where_the_kernels_look_for_them():
-    written = Written()
-    written.append(41, 3, 17)
-    for _ in range(N + 1):
-        written.append(1, 1, 1)
-        pages, table = written.store.pages(0), written.store.block_table_BP
-        for row, key in enumerate(written.keys):
-            length = key.shape[1]
-            for position in range(max(0, length - RING * N), length):
-                page = int(table[row, position // N])
-                assert torch.equal(pages.key_PHND[page, :, position % N], key[:, position])
-
-
 def test_norms_of_several_requests_come_in_one_tensor():
     written = Written()
     written.append(12, 20, 17)
@@ -209,34 +186,49 @@ def test_norms_of_several_requests_come_in_one_tensor():
 def test_a_row_is_one_requests_part_of_the_same_memory(side: str):
     written = Written(SIDES[side](), resident=(1,))
     written.append(30, 17, 13)
-    offloaded = written.store.stream.offloaded_bytes
     row, key, value = written.store.row(1), torch.randn(1, H, 26, D), torch.randn(1, H, 26, E)
     row.append(0, key, value, int32([0]), int32([26]), [0], [26])
     written.keys[1], written.values[1] = key[0], value[0]
-    assert torch.equal(joined(row.blocks(0, 0, 26))[0], key[0])
+    assert torch.equal(row.keys(0, 0, 3, 26), key[:, :, 3:])
+    written.assert_found()
     written.append(1, 1, 1)
     written.assert_found()
-    pages = 26 // N + sum(length // N - (length - 1) // N for length in (31, 27, 14))
-    assert written.store.stream.offloaded_bytes == offloaded + pages * N * H * (D + E) * 4
+
+
+def test_a_layer_that_is_resident_needs_no_host_memory():
+    written = Written(resident=(0, 1))
+    written.append(41, 3, 17)
+    assert written.store.ring(0) is None
+    assert written.store.host_bytes == 0
+    written.assert_found()
+
+
+def test_a_prompt_s_pages_come_to_the_device_for_its_next_piece():
+    written = Written()
+    written.append(41, 3, 17)
+    for row, both in enumerate(zip(written.keys, written.values, strict=True)):
+        length = both[0].shape[1]
+        *staged, table_1P = written.store.staged(0, row, length)
+        for pages, expected in zip(staged, both, strict=True):
+            assert torch.equal(read_pages(pages, table_1P[0], 0, length)[0], expected)
+    pages = sum(-(-length // N) for length in (41, 3, 17))
+    assert written.store.traffic["streamed"] == pages * N * H * (D + E) * 4
 
 
 def test_the_bytes_are_those_of_what_the_store_holds():
-    """Ring, ring norms, norms, resident heads, one block's two buffers and the scratch of one request."""
+    """Ring, norms, resident heads, a prompt's staged pages, and a copy of a layer's segment."""
     written = Written(resident=(1,))
     written.append(41, 12, 33)
     store = written.store
     row, capacity = (D + E) * 4, -(-CAPACITY // N) * N
-    ring = B * RING * N * H * (row + 4)
-    fixed = ring + B * capacity * (H * 4 + row)
+    fixed = B * RING * N * H * row + B * capacity * (H * 4 + row)
     assert (store.device_bytes, store.host_bytes) == (fixed, B * capacity * H * row)
-    joined(store.blocks(0, 0, 41))
-    stream = 2 * store.stream.block * H * row
-    assert store.device_bytes == fixed + stream
+    store.staged(0, 0, 41)
+    stage = capacity * H * row
+    assert store.device_bytes == fixed + stage
     segment = PackedSegment(B, 9, store.pages(0))
     store.pack_into(segment, 0, int32([0]), int32([2]), int32([5, 9]).view(1, 2, 1), 2)
-    assert store.device_bytes == fixed + stream + H * (9 * (row + 4) + 4)
-    assert store.stream.offloaded_bytes == (40 + 12 + 32) * H * row
-    assert store.stream.copied_bytes == 40 * H * row
+    assert store.device_bytes == fixed + stage + B * H * (9 * (row + 4) + 4)
 
 
 def test_a_longer_run_than_planned_is_refused():

@@ -15,24 +15,24 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="streams of CP
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    """Note every copy, by the memory that it reads and writes, and what a recall does."""
+    """Note every copy of a segment, by the memory that it reads and writes, and what a recall does."""
     made = Device()
     made.install(monkeypatch)
-    copy, reference = torch.Tensor.copy_, recall.reference
+    copy, reference = torch.index_select, recall.reference
 
-    def noting_copy(to: torch.Tensor, source: torch.Tensor, **how) -> torch.Tensor:
+    def noting_copy(source: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         read(made, source)
-        made.touch(place(to), write=True)
-        return copy(to, source, **how)
+        made.touch(place(out), write=True)
+        return copy(source, dim, index, out=out)
 
     def noting_recall(*tensors: torch.Tensor, **how) -> None:
         for tensor in (tensors[0], *tensors[3:10]):
             read(made, tensor)
-        for tensor in tensors[6:15]:
+        for tensor in tensors[10:15]:
             made.touch(place(tensor), write=True)
         reference(*tensors, **how)
 
-    monkeypatch.setattr(torch.Tensor, "copy_", noting_copy)
+    monkeypatch.setattr(torch, "index_select", noting_copy)
     monkeypatch.setitem(recall.__dict__, "reference", noting_recall)
     return made
 
@@ -46,7 +46,7 @@ def read(device: Device, tensor: torch.Tensor) -> None:
 
 
 def decode(device: Device) -> None:
-    """Read a prompt, then take two steps: each packs, attends to what was packed, and reads everything."""
+    """Read a prompt, then take two steps: each packs, and attends to what was packed."""
     written = Written(SecondStream(torch.cuda.Stream(torch.device("cuda:0"), priority=0)))
     store = written.store
     written.append(41, 33, 37)
@@ -54,8 +54,6 @@ def decode(device: Device) -> None:
     held = [segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH]
     for step in range(2):
         for row in range(B):
-            for _, key, _ in store.blocks(0, row, len(written.keys[row][0])):
-                read(device, key)
             index = int32([5, 9 + step, 6, 11 + step]).view(1, 2, H)
             store.pack_into(segment, 0, int32([row]), int32([2]), index, 2)
         written.append(4, 4, 4)
