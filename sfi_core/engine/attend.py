@@ -107,7 +107,7 @@ def read(
     )  # fmt: skip
 
 
-def count_attention(run: Run, layer: int, step: StepDescriptor) -> None:
+def count_attention(run: Run, step: StepDescriptor, layer: int) -> None:
     """Count a layer's attention calls, and what dense ones read over the link."""
     run.store.count_read(layer, sum(run.requests[row].length for row in step.slow))
     run.meter.count("triton.dense_attention", len(step.slow))
@@ -150,7 +150,7 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
         with run.observer.span(f"attention.{kind}", layer.index, moved):
             result = read(layer, step, query_BHGTD, pseudo=pseudo)
-        count_attention(run, layer.index, step)
+        count_attention(run, step, layer.index)
     if result.logits_BHGWT is not None:
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
         select.hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)

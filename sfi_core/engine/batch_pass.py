@@ -12,18 +12,7 @@ from sfi_core.policies.base import Policy
 from sfi_core.state.kv_store import KVStore
 from sfi_core.state.request import RequestState
 from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
-from sfi_kernels.step_descriptor import (
-    ALLOWED_STOP,
-    FAST,
-    MODE,
-    PROMPT,
-    SINK,
-    SLOW,
-    StepDescriptor,
-    StepRequest,
-    describe_step,
-    sent,
-)
+from sfi_kernels.step_descriptor import FAST, MODE, PROMPT, SINK, SLOW, StepDescriptor, StepRequest, describe_step, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +65,10 @@ class Rows:
     @classmethod
     def of_fast(cls, sink: int, step: StepDescriptor, table_BP: torch.Tensor) -> Self:
         """Make rows of the whole batch for a choice, without host data; those of requests that are not fast are -1."""
-        words_BX, row_B = step.table_BX, torch.arange(step.batch, dtype=torch.int32, device=table_BP.device)
-        request_B = torch.where(words_BX[:, MODE] == FAST, row_B, -1)
-        length_B, start_B = step.length_B, words_BX[:, ALLOWED_STOP]
-        sink_B = words_BX[:, SINK].contiguous()
-        allowed_BT = allowed_positions(0, sink_B, start_B)
-        return cls((), request_B, sink_B, length_B, table_BP, allowed_BT, 0, sink)
+        row_B = torch.arange(step.batch, dtype=torch.int32, device=table_BP.device)
+        request_B = torch.where(step.table_BX[:, MODE] == FAST, row_B, -1)
+        sink_B = step.table_BX[:, SINK].contiguous()
+        return cls((), request_B, sink_B, step.length_B, table_BP, allowed_positions(0, sink_B, sink_B), 0, sink)
 
 
 def allowed_positions(longest: int, sink_B: torch.Tensor, recent_start_B: torch.Tensor) -> torch.Tensor:

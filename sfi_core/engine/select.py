@@ -138,7 +138,7 @@ def note_choice(run: Run, layer: int, selection: Selection, rows: tuple[int, ...
     """Note what a layer chose for the fast requests among all rows."""
     pages = run.store.pages(layer)
     backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
-    run.meter.count(f"{backend}.code_scan", len(rows))
+    run.meter.count(f"{backend}.code_scan" if run.in_place else f"{backend}.pack", len(rows))
     note(run, (layer,), {row: row for row in rows}, selection)
 
 
