@@ -83,14 +83,14 @@ class Watch:
         for row, one in enumerate(layer.batch_pass.passes):
             state = run.requests[row]
             if one.generates:
-                blocks = list(run.store.blocks(layer.index, row, state.length))
+                whole = layer.index, row, 0, state.length
                 packed = [] if layer.left_dense else run.segments[layer.index].position_BHS[row]
                 own = Seen(
                     state.step,
                     state.slow,
                     query_BHGTD[row, :, :, -1].clone(),
-                    torch.cat([key for _, key, _ in blocks], 2)[0].clone(),
-                    torch.cat([value for _, _, value in blocks], 2)[0].clone(),
+                    run.store.keys(*whole)[0].clone(),
+                    run.store.values(*whole)[0].clone(),
                     out_BHGTE[row, :, :, -1].clone(),
                     [[j for j in head.tolist() if j >= 0] for head in packed],
                 )

@@ -108,7 +108,7 @@ def read(
     )  # fmt: skip
 
 
-def count_attention(run: Run, layer: int, step: StepDescriptor) -> None:
+def count_attention(run: Run, step: StepDescriptor, layer: int) -> None:
     """Count a layer's attention calls, and what dense ones read over the link."""
     if run.policy.mixes_heads and layer not in run.policy.config.dense_layers:
         run.meter.count("triton.mixed_attention", len(step.slow) + len(step.fast))
@@ -154,7 +154,7 @@ def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         moved = layer.moved_bytes(step.slow, dense=True) + layer.moved_bytes(step.fast, dense=False)
         with run.observer.span(f"attention.{kind}", layer.index, moved):
             result = read(layer, step, query_BHGTD, pseudo=pseudo)
-    count_attention(run, layer.index, step)
+    count_attention(run, step, layer.index)
     if result.logits_BHGWT is not None:
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
         select.hand_over(layer, step.slow, _of(layer, step.slow, last_BHG1D), handed)

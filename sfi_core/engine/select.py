@@ -154,9 +154,11 @@ def note(run: Run, layers: Sequence[int], places: Mapping[int, int], selection: 
 
 def note_choice(run: Run, layer: int, selections: Sequence[Selection], rows: tuple[int, ...]) -> None:
     """Note what a layer chose for the fast requests among all rows."""
-    if run.policy.coded:
-        pages = run.store.pages(layer)
-        backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
+    pages = run.store.pages(layer)
+    backend = fastest(run.store.backend, run.device, pages.key_PHND, pages.value_PHNE)
+    if not run.in_place:
+        run.meter.count(f"{backend}.pack", len(rows) * len(selections))
+    elif run.policy.coded:
         run.meter.count(f"{backend}.code_scan", len(rows))
     for selection in selections:
         note(run, (layer,), {row: row for row in rows}, selection)

@@ -78,5 +78,5 @@ def plan_batch(
         if slots > fits:
             way = f"max_batch to {fits}" if max_batch and fits else None
             check_fits(expected, device, way, two_tier=tiers is not None)
-    tiered = None if tiers is None else tiers.bytes(slots, capacity, capacity - longest)
+    tiered = None if tiers is None else tiers.planned(slots, capacity, capacity - longest)[0]
     return BatchPlan(requests=total, slots=slots, capacity=capacity, forecast=expected, free_bytes=free, tiers=tiered)

@@ -289,7 +289,7 @@ def note_step(run: Run, selections: Selections, places: Mapping[int, int], recal
         run.tell_recall(recalled, places, recall)
     for layer in run.layers:
         left_dense = layer in run.policy.config.dense_layers
-        count_attention(run, layer, batch_pass.descriptor_of(left_dense=left_dense))
+        count_attention(run, batch_pass.descriptor_of(left_dense=left_dense), layer)
     for layers, several in sorted(selections.items()):
         if run.policy.chooses:
             select.note_choice(run, layers[0], several, batch_pass.descriptor.fast)

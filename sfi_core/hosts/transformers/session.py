@@ -148,7 +148,7 @@ class Session:
         )  # fmt: skip
         if tiers is None:
             return expected
-        tiered = tiers.bytes(batch, capacity, generated or capacity - prompt_tokens)
+        tiered, _ = tiers.planned(batch, capacity, generated or capacity - prompt_tokens)
         host = tiered.host_bytes if model.device.type == "cpu" else 0  # both tiers in one memory
         packed, norms = tiered.parts["packed"], tiered.parts["norms"]
         others = tiered.device_bytes - packed - norms

@@ -1,7 +1,8 @@
 """The two-tier KV store of a run under a device budget, and what a policy can run under."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.side_stream import side_of
 from sfi_core.state.two_tier import TwoTierStore
 
+Resident = Callable[[int, int], Sequence[int]]  # the resident KV heads, given a layer and its number of heads
 TILE = 16  # tokens that a page of the Triton kernels is a multiple of
 ABILITIES = {"offloads": "run under kv_device_budget", "drafts": "draft for a lossless run"}
 
@@ -45,17 +47,31 @@ class TierPlan:
             grows = generated if fast is None else min(fast, generated)
         return max(config.recent + grows, self.policy.least_recent) + 1
 
-    def bytes(self, batch: int, capacity: int, generated: int | None = None, *, resident: bool = False) -> TwoTierBytes:
-        """Add up the bytes of a run, whose recent window never grows if `generated` is None.
-
-        `resident` says whether the heads that stay on the device if there is room are there.
-        """
+    def bytes(
+        self, batch: int, capacity: int, generated: int | None = None, resident: Resident | None = None
+    ) -> TwoTierBytes:
+        """Add up the bytes of a run, whose recent window never grows if `generated` is None."""
         least = max(self.policy.config.recent, self.policy.least_recent)
         recent = least if generated is None else self.longest_recent(generated)
         return two_tier_bytes(
             self.shapes, self.policy, batch=batch, capacity=capacity, page=self.page, longest_recent=recent,
-            resident=self.policy.resident if resident else None, stages=self.backend == "triton",
+            resident=resident, stages=self.backend == "triton",
         )  # fmt: skip
+
+    def planned(self, batch: int, capacity: int, generated: int) -> tuple[TwoTierBytes, Resident]:
+        """Return a run's bytes, and the KV heads that have all their pages on the device, as the budget has room.
+
+        They are those that the policy names; then, if slow steps read everything, layer by layer all heads.
+        """
+        count = partial(self.bytes, batch, capacity, generated)
+        policy, allowed = self.policy, self.budget.bytes_of(count().cache_bytes)
+        own = resident = policy.resident if count(policy.resident).device_bytes <= allowed else _no_heads
+        reads_all, whole = policy.triggered and policy.refreshes() and not policy.mixes_heads, list[int]()
+        for index, shape in enumerate(self.shapes) if reads_all else ():
+            more = partial(_with_layers, own, [*whole, index])
+            if _has_pages(shape) and count(more).device_bytes <= allowed:
+                whole, resident = [*whole, index], more
+        return count(resident), resident
 
     def store(
         self, batch: int, capacity: int, generated: int, device: torch.device, dtype: torch.dtype
@@ -74,12 +90,8 @@ class TierPlan:
                 f"kv_device_budget on a {device.type} device needs the triton backend, which reads host memory, got "
                 f"{self.backend}"
             )
-        expected, more = (self.bytes(batch, capacity, generated, resident=one) for one in (False, True))
+        expected, resident = self.planned(batch, capacity, generated)
         check_device_budget(self.budget, expected, self.bytes(batch, capacity).device_bytes)
-        if more.device_bytes <= self.budget.bytes_of(expected.cache_bytes):
-            expected, resident = more, self.policy.resident
-        else:
-            resident = None
         free = free_bytes(torch.device("cpu"))
         if free is not None and expected.host_bytes > free:
             raise MemoryForecastError(
@@ -92,11 +104,24 @@ class TierPlan:
             host_bytes=expected.host_bytes,
         )  # fmt: skip
         for index, shape in enumerate(self.shapes):
-            if shape.window is None and shape.owner is None and shape.itemsize == dtype.itemsize:
+            if _has_pages(shape) and shape.itemsize == dtype.itemsize:
                 widths = shape.key_width, shape.value_width
                 like = [torch.empty(1, shape.heads, 0, width, dtype=dtype, device=device) for width in widths]
                 store.allocate(index, *like)
         return store
+
+
+def _has_pages(shape: LayerShape) -> bool:
+    return shape.window is None and shape.owner is None
+
+
+def _no_heads(layer: int, heads: int) -> Sequence[int]:
+    del layer, heads
+    return ()
+
+
+def _with_layers(own: Resident, whole: Sequence[int], layer: int, heads: int) -> Sequence[int]:
+    return range(heads) if layer in whole else own(layer, heads)
 
 
 def check_able(policy: Policy | type[Policy], name: str, ability: str) -> None:

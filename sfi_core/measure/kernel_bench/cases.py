@@ -110,8 +110,8 @@ def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:
 
     yield variant("append", layer.pages.tensors[:2], 1)
     if layer.backend == "triton":
-        (*host, _), ring = layer.hosted
-        yield variant("append.host", host, 2, ring=ring)
+        host, ring = layer.hosted
+        yield variant("append.host", host[:2], 2, ring=ring)
 
 
 def norm(layer: LayerData, _: None) -> Iterator[KernelVariant]:

@@ -160,10 +160,14 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
 )
 def test_steps_over_two_tiers_can_be_replayed(complete, recorder, policy):
     """Tokens and records are those of eager steps and of a cache on the device; so are the bytes over the link."""
-    options = {"policy": policy, "config": CONFIG.replace(recent=16, budget=4), "max_new_tokens": 8}
+    prompts = [[7 * token % 96 for token in range(length)] for length in (150, 90)]
+    options = {
+        "policy": policy, "config": CONFIG.replace(recent=16, budget=4), "max_new_tokens": 8, "prompts": prompts
+    }  # fmt: skip
     if policy == "codescan":
         options |= {"name": "small", "prompts": PROMPTS[:2]}
-    graphed, eager, whole = complete(True, tiers="1MB", **options), complete(False, tiers="1MB", **options), None
+    tiers = "1MB" if policy == "codescan" else "70kB"  # without room for a layer
+    graphed, eager = (complete(graphs, tiers=tiers, **options) for graphs in (True, False))
     whole = complete(False, **options)
     tapes, recalls = (
         recorder.tapes,

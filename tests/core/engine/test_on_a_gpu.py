@@ -108,7 +108,7 @@ TIERS = {
 
 @pytest.mark.parametrize("policy", TIERS)
 def test_two_tiers_change_no_token_however_often_they_are_run(policy: str):
-    """Recalls, offloads and streamed blocks on the second stream, over pinned memory."""
+    """Appends, dense reads and recalls over pinned memory, within graphs and without."""
     longer = 3 if policy == "codescan" else 1  # its codes and queries take much of such small a cache
     prompts = [longer * one for one in PROMPTS]
     options = {"policy": policy, "config": CONFIG.replace(**TIERS[policy]), "prompts": prompts}
@@ -116,7 +116,7 @@ def test_two_tiers_change_no_token_however_often_they_are_run(policy: str):
     for _ in range(5):
         report = complete(EngineOptions(kv_device_budget="90%", kv_page=16), **options)
         assert tokens(report) == expected
-        assert 0 < report.kv_tiers.device_bytes < 0.9 * report.kv_tiers.host_bytes
+        assert 0 < report.kv_tiers.device_bytes <= report.kv_tiers.allowed_bytes
 
 
 def test_pages_of_the_host_take_no_memory_of_the_device():

@@ -45,6 +45,11 @@ METHODS = {
 BESIDE = ("sfi", "quest", "codescan", "freekv", "synckv")
 
 
+def tight(method: str) -> str:
+    """Return a budget without room for a layer; `codescan` has codes of every key, and queries of 128 tokens."""
+    return "340kB" if method == "codescan" else "110kB"
+
+
 def complete(
     method: str = "sfi", budget: str | None = None, label: str = "qwen3", *, page: int = 8,
     changes: dict = NOTHING, **options
@@ -67,13 +72,11 @@ def on_the_device(method: str, label: str = "qwen3") -> list[list[int]]:
 
 @pytest.mark.parametrize(("method", "page"), each_value([*METHODS, "prior-only", "random-k"], [1, 3, 8]))
 def test_a_budget_changes_no_token(method: str, page: int):
-    # codescan has codes of every key, and queries of 128 tokens, more than these prompts' keys and values
-    allowed = 340_000 if method == "codescan" else 110_000
-    result = complete(method, str(allowed), page=page)
+    result = complete(method, tight(method), page=page)
     assert tokens(result) == on_the_device(method)
     tiers = result.report.kv_tiers
-    assert tiers.device_bytes <= allowed
-    assert method == "codescan" or allowed < tiers.host_bytes
+    assert tiers.device_bytes <= tiers.allowed_bytes
+    assert method == "codescan" or tiers.allowed_bytes < tiers.host_bytes
     assert tiers.offloaded_bytes > 0
 
 
@@ -99,7 +102,7 @@ def test_a_budget_changes_no_token_of_other_architectures(label: str, method: st
 )
 def test_neither_waiting_nor_chunks_change_a_token(method: str, options: dict):
     expected = tokens(complete(method, **options))
-    assert tokens(complete(method, "500kB", **options)) == expected
+    assert tokens(complete(method, tight(method), **options)) == expected
 
 
 @pytest.mark.parametrize("method", ["snapkv", "sfi"])
@@ -119,6 +122,18 @@ def test_all_heads_of_a_resident_layer_are_read_from_the_device():
     assert streamed[1] < streamed[0] / 2
 
 
+def test_layers_that_fit_the_budget_stay_on_the_device():
+    """Slow steps of `sfi` read the others from the host."""
+    none, one, all_of_them = (complete("sfi", budget) for budget in ("110kB", "230kB", "1MB"))
+    assert tokens(none) == tokens(one) == tokens(all_of_them) == on_the_device("sfi")
+    streamed, hosted = zip(
+        *((r.report.kv_tiers.streamed_bytes, r.report.kv_tiers.host_bytes) for r in (none, one, all_of_them)),
+        strict=True,
+    )
+    assert hosted == (hosted[0], hosted[0] // 2, 0)
+    assert 0 == streamed[2] < streamed[1] < streamed[0]
+
+
 @pytest.mark.parametrize(("method", "label"), each_value(METHODS, ["qwen3", "deepseek-v3"]))
 def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
     """The device's bytes stay under the budget because the forecast does."""
@@ -126,8 +141,7 @@ def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
     tiers = complete(method, "600kB", label, rows=rows).report.kv_tiers
     options = EngineOptions(kv_device_budget="600kB", kv_page=8)
     with slow_fast(tiny(label), None, CONFIG.replace(**own), policy=policy, engine=options) as session:
-        least, most = (session.tiers.bytes(2, 90 + NEW, NEW, resident=one) for one in (False, True))
-    expected = most if most.device_bytes <= 600_000 else least
+        expected, _ = session.tiers.planned(2, 90 + NEW, NEW)
     assert expected.host_bytes == tiers.host_bytes
     assert tiers.device_bytes <= expected.device_bytes <= 1.05 * tiers.device_bytes
 
@@ -164,7 +178,7 @@ def beside(monkeypatch: pytest.MonkeyPatch):
 
     def run(method: str, side, **options):
         monkeypatch.setattr("sfi_core.hosts.transformers.stores.side_of", lambda *_, **__: side)
-        return complete(method, "500kB", observers=[Watching(side)], **options)
+        return complete(method, tight(method), observers=[Watching(side)], **options)
 
     return run
 
@@ -203,7 +217,7 @@ def test_a_step_that_does_not_wait_for_its_rows_shows(beside, monkeypatch: pytes
 @pytest.mark.parametrize("method", ["sfi", "synckv"])
 def test_observers_and_audits_change_nothing_and_add_up(method: str):
     observer = RecordingObserver()
-    result = complete(method, "500kB", observers=[observer], audit=AuditConfig(every=2))
+    result = complete(method, tight(method), observers=[observer], audit=AuditConfig(every=2))
     plain = complete(method, observers=[other := RecordingObserver()], audit=AuditConfig(every=2))
     assert tokens(result) == tokens(plain) == on_the_device(method)
     told = sum(int(e.rows_H.sum()) * e.row_bytes for e in observer.recalls if e.step > 0)
