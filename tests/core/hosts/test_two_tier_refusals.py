@@ -29,7 +29,7 @@ def complete(options: EngineOptions, config: SfiConfig = CONFIG, **others):
 
 
 TOO_SMALL = (
-    "kv_device_budget must hold sink + recent + one page, at least 35800 bytes, got {}; raise "
+    "kv_device_budget must hold sink + recent + one page, at least 35128 bytes, got {}; raise "
     "kv_device_budget, or lower the batch, budget or recent"
 )
 REFUSALS = {
