@@ -157,9 +157,7 @@ class Session:
         if most is None:
             return asked
         if asked is not None and asked > most:
-            raise ConfigError(
-                f"max_batch must be at most {most} in a lossless run of a model with states, got {asked}"
-            )
+            raise ConfigError(f"max_batch must be at most {most} in a lossless run of a model with states, got {asked}")
         return most
 
     @property

@@ -29,9 +29,10 @@ def last(rows_BHTD: torch.Tensor, lengths: Sequence[int], count: int) -> torch.T
 
 
 def under_mask(query_BHGTD, key, value, lengths, window: Window, cap: float, sink_HG) -> torch.Tensor:
-    position = torch.tensor(lengths, device=DEVICE)[:, None, None] - torch.arange(
-        query_BHGTD.shape[3], 0, -1, device=DEVICE
-    )[:, None]  # [B, T, 1]
+    position = (
+        torch.tensor(lengths, device=DEVICE)[:, None, None]
+        - torch.arange(query_BHGTD.shape[3], 0, -1, device=DEVICE)[:, None]
+    )  # [B, T, 1]
     token = torch.arange(LONGEST, device=DEVICE)
     seen = token > position - window.size
     if window.chunked:
@@ -81,6 +82,6 @@ def test_a_ring_holds_what_a_query_sees(backend, window, queries, before):
         for row, (mode, count) in enumerate(zip(modes, counts, strict=True)):
             if mode != IDLE:
                 torch.testing.assert_close(out[row, :, :, -count:], expected[row, :, :, -count:])
-        held = min(window.size - 1, min(lengths))
+        held = min(window.size - 1, *lengths)
         for ours, theirs in zip(ring.tokens(lengths, held), (key, value), strict=True):
             torch.testing.assert_close(ours, last(theirs, lengths, held))

@@ -270,7 +270,7 @@ def test_states_are_held_twice_and_rings_have_room_for_a_draft(tiny_model):
         )
         for one in (None, drafting)
     )
-    row = (128 + 2 * 4)
+    row = 128 + 2 * 4
     assert (plain.sliding_bytes, lossless.sliding_bytes) == (64 * row + 100, 128 * row + 200)
     grown = lossless.workspace_bytes - drafting.kept_bytes(batch=1, vocabulary=96, itemsize=4)
     assert grown >= needs.CPU_SLACK * drafting.pass_bytes(batch=1, vocabulary=96, itemsize=4, grouped=2, capacity=400)
