@@ -269,8 +269,9 @@ newer) is refused, because transformers drops the scaling; so is a file under to
 ## Tested
 
 sfi takes decoder-only models of transformers as they are, if their layers go through transformers' attention
-interface. It acts on the full-attention layers, which hold all of the cache that grows; every other layer keeps
-transformers' own cache: a sliding window, a chunk, or a state of linear attention, a state space or a convolution.
+interface. It acts on the full-attention layers, which hold all of the cache that grows. A layer of a sliding window
+or of chunks reads all that the model lets it see, from a ring of pages ([how](engine.md#whole-step-graphs)); a state of
+linear attention, a state space or a convolution stays in transformers' own cache.
 
 All models below were tested as tiny random models in float32. With a budget of all positions, and with every step
 slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.

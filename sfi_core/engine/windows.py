@@ -58,19 +58,21 @@ def attend_window(
     with run.launches():
         if kind not in known:
             known[kind] = _describe(run, ring, window, H, T)
-        about, pages = known[kind], (ring.pages.key_PHND, ring.pages.value_PHNE)
+        about: WindowStep = known[kind]
+        key, value = ring.pages.key_PHND, ring.pages.value_PHNE
         if new is not None:
             ring.append(*new, about.place_B, about.count_B)
         query_XHGD = query_BHGTD.movedim(3, 1).flatten(0, 1)
-        packed = (*(page.new_empty(B * T, H, 0, page.shape[3]) for page in pages), about.packed_XH)
+        nothing = [page.new_empty(B * T, H, 0, page.shape[3]) for page in (key, value)]
+        packed = nothing[0], nothing[1], about.packed_XH
         if about.step is not None:
             query_XHG1D = query_XHGD[:, :, :, None]
-            result = decode_attention.triton(query_XHG1D, *packed, *pages, about.table_XP, about.step, **options)
+            result = decode_attention.triton(query_XHG1D, *packed, key, value, about.table_XP, about.step, **options)
             out_XHGE = result.out_BHGWE[:, :, :, 0]
         else:
-            by = fastest(ring.backend, query_BHGTD.device, *pages)
+            by = fastest(ring.backend, query_BHGTD.device, key, value)
             read = about.table_XP, about.start_X, about.end_X
-            out_XHGE = sparse_attention.on(by)(query_XHGD, *packed, *pages, *read, **options)
+            out_XHGE = sparse_attention.on(by)(query_XHGD, *packed, key, value, *read, **options)
     return out_XHGE.view(B, T, H, G, -1).movedim(1, 3)
 
 

@@ -125,9 +125,9 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
     of an image for one: `sfi_attention` then refuses its mask. Outside a run the mask is the model's own.
     """
     make: Callable[..., torch.Tensor | None] | None = sdpa_mask
-    cache = under_way.get()
-    runs = cache is not None and not probing()
-    if runs and kwargs.get("local_size") is not None and any(layer.attends for layer in cache.windows):
+    cache = None if probing() else under_way.get()
+    runs = cache is not None
+    if cache is not None and kwargs.get("local_size") is not None and any(layer.attends for layer in cache.windows):
         return None
     if not (runs or probing()):
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(_plain.get(id(config), "sdpa"))

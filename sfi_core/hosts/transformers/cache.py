@@ -217,6 +217,11 @@ class SfiCache(cache_utils.Cache):
         """The layers of sliding windows and of chunks."""
         return [layer for layer in self.layers if isinstance(layer, WindowLayer)]
 
+    @property
+    def ours(self) -> list[SfiLayer | WindowLayer]:
+        """The layers whose decoding steps we attend in."""
+        return [*self.managed, *self.windows]
+
     def attending(self, module: Any) -> tuple[int, SfiLayer | WindowLayer] | None:
         """Return the number of the layer that a module computes, and the layer with its keys.
 
@@ -229,8 +234,7 @@ class SfiCache(cache_utils.Cache):
         layer = self.layers[owner] if 0 <= owner < len(self.layers) else None
         ours = isinstance(layer, SfiLayer | WindowLayer) and layer.attends
         if owner == index and (layer is None or (ours and not layer.pending)):
-            pending = (other for other in (*self.managed, *self.windows) if other.pending)
-            layer = next(pending, layer)
+            layer = next((other for other in self.ours if other.pending), layer)
             owner = index = index if layer is None else layer.index
         if not isinstance(layer, CacheLayerMixin):
             raise UnsupportedModelError(f"{type(module).__name__} of layer {index} attends to keys that no cache has")
@@ -285,9 +289,9 @@ class SfiCache(cache_utils.Cache):
 
     def detach(self) -> None:
         """Take the run from the layers; raise `UnsupportedModelError` for keys that missed attention or cache."""
-        for layer in (*self.managed, *self.windows):
+        for layer in self.ours:
             layer.run = None
-        if missed := [layer.index for layer in (*self.managed, *self.windows) if layer.pending]:
+        if missed := [layer.index for layer in self.ours if layer.pending]:
             raise UnsupportedModelError(
                 f"{self.name} has layers {missed} that do not attend through transformers' attention interface"
             )

@@ -21,6 +21,9 @@ SPARE = 512  # tokens that compiled steps append to a window until it moves to t
 class WindowLayer(DynamicSlidingWindowLayer):
     """A layer whose decoding steps attend in a ring; `keys` and `values` are None where its tokens are there."""
 
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
     def __init__(self, index: int, window: int, *, chunked: bool) -> None:
         """Begin without tokens; `chunked` attention sees a token's own chunk of `window` tokens."""
         super().__init__(window)
@@ -42,7 +45,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if run is None or not self.attends:
             if isinstance(run, Run):
                 self.leave(run.batch_pass.start)
-            return super().update(key_states, value_states, *args, **kwargs)
+            whole: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, *args, **kwargs)
+            return whole
         run.store.grow(run.batch_pass.longest)
         self.enter(run, run.batch_pass.start, key_states.shape[2])
         self.cumulative_length += key_states.shape[2]
@@ -65,12 +69,13 @@ class WindowLayer(DynamicSlidingWindowLayer):
         rows = ring_rows(self.window.size, max(1 + drafts, tokens), run.store.capacity)
         if self.ring is not None and self.ring.rows < rows:
             self.leave(lengths)
-        if self.keys is None:
+        key, value = self.keys, self.values
+        if key is None or value is None:
             return
         if self.ring is None or self.ring.rows < rows:
-            self.ring = WindowRing(self.keys, self.values, rows, run.store.backend)
-        held = min(self.keys.shape[2], self.ring.rows)
-        self.ring.fill(self.keys, self.values, lengths, [min(length, held) for length in lengths])
+            self.ring = WindowRing(key, value, rows, run.store.backend)
+        held = min(key.shape[2], self.ring.rows)
+        self.ring.fill(key, value, lengths, [min(length, held) for length in lengths])
         self.keys = self.values = None
 
     def leave(self, lengths: Sequence[int]) -> None:
@@ -79,14 +84,15 @@ class WindowLayer(DynamicSlidingWindowLayer):
             held = min(self.sliding_window - 1, self.cumulative_length, self.ring.rows)
             self.keys, self.values = self.ring.tokens(lengths, held)
 
-    def seat(self, run: Run, row: int, other: "WindowLayer", width: int) -> None:
+    def seat(self, run: Run, row: int, other: Any, width: int) -> None:
         """Give a row to a request that was read alone; the longest now has `width` tokens."""
         lengths = [state.length for state in run.requests]
         self.enter(run, lengths)
         assert self.ring is not None, "it has been made"
+        key, value = (tensor.expand(len(lengths), -1, -1, -1) for tensor in (other.keys, other.values))
         counts = [0] * len(lengths)
-        counts[row] = min(lengths[row], other.keys.shape[2])
-        self.ring.fill(*(x.expand(len(lengths), -1, -1, -1) for x in (other.keys, other.values)), lengths, counts)
+        counts[row] = min(lengths[row], key.shape[2])
+        self.ring.fill(key, value, lengths, counts)
         self.cumulative_length = width
 
 
