@@ -178,11 +178,7 @@ def describe_step(
 
 
 def fast_step(start_B: torch.Tensor, length_B: torch.Tensor, work_items: int, packed: int = 0) -> StepDescriptor:
-<<<<<<< HEAD
-    """Describe fast requests with a query each on their device, from int32 numbers there; `split_plan` plans the work.
-=======
     """Describe fast requests with a query each, from int32 numbers on their device; `split_plan` fills in the work.
->>>>>>> w-b
 
     Each reads its pages from `start_B` up to `length_B`, and at most `packed` rows of its packed segment.
     """

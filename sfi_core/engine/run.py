@@ -240,6 +240,11 @@ class Run:
         """Whether fast steps read rows in the pages, as policies do that choose at every step; not with host memory."""
         return self.store.whole_on_device and self.policy.chooses
 
+    @property
+    def packs_ahead(self) -> bool:
+        """Whether a step packs the rows of the next one over those that it reads."""
+        return self.policy.ahead and not self.in_place
+
     def keep(self, layer: int, group: int) -> Any:
         """Return what the policy keeps of all rows in a layer, with the store's room, if anything.
 

@@ -250,18 +250,12 @@ def choose_and_note(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tenso
                 note_choice(run, index, selections, step.fast)
             return pseudo
         for selection in selections:
-            work = partial(_put_rows, layer, step.fast, selection)
+            work = partial(put, (layer,), step.fast, selection.of([*step.fast]))
             if selection.reason == "speculative":
                 layer.later.append(work)
             else:
                 work()
     return pseudo
-
-
-def _put_rows(layer: Layer, rows: Sequence[int], selection: Selection) -> None:
-    # from a selection of all rows, row by row
-    for row in rows:
-        put((layer,), (row,), selection.of(slice(row, row + 1)))
 
 
 def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:

@@ -175,7 +175,7 @@ class Selection:
         """Return a selection whose tensors no later step overwrites."""
         return self._each(torch.clone)
 
-    def of(self, rows: slice) -> "Selection":
+    def of(self, rows: slice | list[int]) -> "Selection":
         """Return the selection of some requests."""
         return self._each(lambda tensor: tensor[rows])
 

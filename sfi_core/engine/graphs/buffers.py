@@ -15,7 +15,7 @@ from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
 
 Selections = dict[tuple[int, ...], list[Selection]]  # by the layers that selected together
-Recalls = dict[tuple[int, ...], Recall]  # by layers, whose requests then follow each other in `rows_RH`
+Recalls = list[tuple[tuple[int, ...], Recall]]  # of layers, whose requests follow each other in `rows_RH`
 
 
 class Kind(NamedTuple):
@@ -45,7 +45,7 @@ class StepBuffers(Descriptors):
     rows: Rows | None = None
     chosen: Rows = field(init=False)
     selections: Selections = field(default_factory=dict)
-    recalls: Recalls = field(default_factory=dict)
+    recalls: Recalls = field(default_factory=list)
     queries: dict[int, torch.Tensor] | None = None
     _written: list[StepRequest] = field(default_factory=list)
 
@@ -105,23 +105,22 @@ class StepBuffers(Descriptors):
     def keep_recall(self, layer: int, recall: Recall | None) -> None:
         """Keep what a layer's selection brings from the host."""
         if recall is not None:
-            self.recalls[layer,] = recall
+            self.recalls.append(((layer,), recall))
 
     def end(self) -> None:
         """Join the recalls of layers whose rows have one size, once they have arrived."""
         alike: dict[int, Recalls] = {}
-        for layers, recall in self.recalls.items():
-            alike.setdefault(recall.row_bytes, {})[layers] = recall
-        self.recalls = {
-            tuple(layer for layers in recalls for layer in layers): Recall(
-                torch.cat([recall.rows_RH for recall in recalls.values()]), size, 0.0, lambda job: job()
-            )
-            for size, recalls in alike.items()
-        }
+        for layers, recall in self.recalls:
+            alike.setdefault(recall.row_bytes, []).append((layers, recall))
+        self.recalls = []
+        for size, recalls in alike.items():
+            layers, parts = zip(*recalls, strict=True)
+            joined = Recall(torch.cat([part.rows_RH for part in parts]), size, 0.0, lambda job: job())
+            self.recalls.append((tuple(layer for some in layers for layer in some), joined))
 
     def begin(self) -> None:
         """Do the device's work that a step does once for all layers."""
-        self.selections, self.recalls = {}, {}
+        self.selections, self.recalls = {}, []
         self.windows.clear()
         for step in (self.descriptor, self.dense):
             if step is not None:
@@ -154,13 +153,15 @@ def _narrowed(step: StepDescriptor, requests: list[StepRequest]) -> StepDescript
 def foresee(run: Run) -> tuple[Requests, list[RequestState]] | None:
     """Foresee the next step and its states, if no request stops or joins; None if tokens, audit or room forbid it.
 
-    Also None for a step that cannot be done twice: a mixed slow one reads the selection that it overwrites.
+    Also None for a step that cannot be done twice, because it overwrites the packed rows that it reads: a mixed slow
+    one, and one that packs the next step's rows.
     """
     if tokens_decide(run):
         return None
     states = [replace(state) for state in run.requests]
     passes = plan_step(run.policy, states)
-    if _audited(run, passes) or (run.policy.mixes_heads and any(request.kind == SLOW for request in passes)):
+    slow = any(request.kind == SLOW for request in passes)
+    if _audited(run, passes) or (run.policy.mixes_heads and slow) or run.packs_ahead:
         return None
     for state, request in zip(states, passes, strict=True):
         enter(state, request, run.policy)

@@ -74,7 +74,7 @@ class StepGraphs:
         self._graphs: dict[Kind, StepGraph] = {}
         self._needed: set[Kind] | None = {Kind(chooses=run.policy.chooses)} if patient else None
         self._wants = SelectionEvent in run.observer.wants
-        self._brought: Recalls = {}  # by the first run of a step that is recorded: its repetitions find the rows there
+        self._brought: Recalls = []  # by the first run of a step that is recorded: its repetitions find the rows there
 
     def give(self, token_B1: torch.Tensor, position_B1: torch.Tensor | int) -> None:
         """Take another loop's tokens and positions, on the device, for the step that the run has begun.
@@ -189,7 +189,7 @@ class StepGraphs:
         run.observer = Observers([observer], spans=False)
         try:
             if records:
-                with self._mixed_rows_kept():
+                with self._packed_rows_kept():
                     replay = self._recorder(self._work)
             else:
                 self._work()
@@ -200,19 +200,21 @@ class StepGraphs:
             run.meter.recording_seconds += time.perf_counter() - began
 
     @contextmanager
-    def _mixed_rows_kept(self) -> Iterator[None]:
-        # a recorder does the work more than once, but a mixed slow step packs over the rows that its heads read
-        run, slow = self._run, self._buffers.descriptor.slow
-        mixed = [layer for layer in run.segments if run.policy.mixes_heads]
-        before = {(layer, row): run.segments[layer].position_BHS[row].clone() for layer in mixed for row in slow}
+    def _packed_rows_kept(self) -> Iterator[None]:
+        # a recorder does the work more than once, but a mixed slow step, and one that packs the next step's rows, packs
+        # over the rows that it reads
+        run, step = self._run, self._buffers.descriptor
+        rows = (step.slow if run.policy.mixes_heads else ()) + (step.fast if run.packs_ahead else ())
+        before = {(layer, row): run.segments[layer].position_BHS[row].clone() for layer in run.segments for row in rows}
         try:
             yield
         finally:
             for (layer, row), position_HS in before.items():
-                rows = run.rows((row,))
-                index_1HK = position_HS[None, :, rows.most_sink :].contiguous()
-                segment, into = run.segments[layer], (rows.request_R, rows.sink_R, index_1HK, rows.most_sink)
+                only = run.rows((row,))
+                index_1HK = position_HS[None, :, only.most_sink :].contiguous()
+                segment, into = run.segments[layer], (only.request_R, only.sink_R, index_1HK, only.most_sink)
                 run.store.pack_into(segment, layer, *into)
+            run.store.join()
 
     def _work(self) -> None:
         # the device's part of a step that the host has described
@@ -242,7 +244,7 @@ class StepGraphs:
         if self._wants:  # observers may look at a selection when the next step has begun
             selections = {layers: [one.copy() for one in several] for layers, several in selections.items()}
         note_step(run, selections, self._buffers.places, self._brought or done.recalls)
-        self._brought = {}
+        self._brought = []
 
 
 def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
@@ -254,14 +256,17 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
     last_BHG1D = query_BHGTD[:, :, :, -1:]  # a fast request has no other
     buffers.keep(layer.index, last_BHG1D[:, :, :, 0])
     with run.launches():
-        pseudo = None
+        pseudo, bring = None, list[Selection]()
         if layer.chooses:
             chosen, pseudo = select.choose(layer, step, last_BHG1D, step.longest)
             if chosen:
                 buffers.selections[layer.index,] = chosen
-                if not layer.in_place:
-                    buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, chosen[0]))
+            bring = [] if layer.in_place else chosen
+        for selection in bring[:1]:
+            buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, selection))
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
+        for selection in bring[1:]:  # for the next step
+            buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, selection))
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)
@@ -283,7 +288,7 @@ def note_step(run: Run, selections: Selections, places: Mapping[int, int], recal
     batch_pass, slow = run.batch_pass, run.batch_pass.descriptor.slow
     if run.policy.chooses:
         places = {row: row for row in batch_pass.descriptor.fast}
-    for recalled, recall in recalls.items():
+    for recalled, recall in recalls:
         if RecallEvent in run.observer.wants:  # observers may look at the numbers when the next step has begun
             recall = replace(recall, rows_RH=recall.rows_RH.clone())  # noqa: PLW2901
         run.tell_recall(recalled, places, recall)

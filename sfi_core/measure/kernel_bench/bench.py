@@ -220,7 +220,7 @@ def _notes(result: KernelResult, device: torch.device) -> list[str]:
     if result.backend == "torch":
         notes = [
             f"the PyTorch backend on {device.type} was timed, not the Triton kernels",
-            "dense.paper_like, dense.evidence and fast.gather are Triton kernels and need a CUDA device",
+            "dense.paper_like, .evidence, .host, append.host and fast.gather are Triton kernels and need a CUDA device",
         ]
     if "recall" in result.settings.ops:
         notes.append(f"recall: one of {FETCHED_EVERY} selected rows comes from the host, the others are on the device")

@@ -194,5 +194,5 @@ def test_a_selection_is_the_request_s_own_though_one_before_it_stopped(buffers, 
     run.begin_decode()
     assert buffers.launched
     index = torch.tensor([[[5, 6]], [[7, 8]]], dtype=torch.int32)
-    note_step(run, {(0,): [Selection(index)]}, buffers.places)
+    note_step(run, {(0,): [Selection(index)]}, buffers.places, [])
     assert [(e.request, e.index_HK.tolist()) for e in observer.selections] == [(1, [[7, 8]])]

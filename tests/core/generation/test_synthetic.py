@@ -74,7 +74,7 @@ def test_runs_that_share_the_pages_start_from_the_same_state(tiny_model):
 def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, context, change):
     """Thirty decoded tokens turn the ring of 8 + 1 recent tokens over more than once."""
     contexts, steps = [context, 90], 30
-    engine = EngineOptions(kv_device_budget="1GiB", kv_page=4)
+    engine = EngineOptions(kv_device_budget="200kB", kv_page=4)
     prompt = SyntheticPrompt(contexts, context + steps, seed=3)
     device = SyntheticPrompt(contexts, context + steps, seed=3)
     options = {"policy": policy, "config": CONFIG.replace(**change), "steps": steps}

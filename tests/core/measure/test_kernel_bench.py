@@ -262,8 +262,8 @@ def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
     layer = LayerData(tiny(), "triton", torch.device(kernel_device))
     errors = {(one.name, one.form): one.error() for one in built(layer)}
     assert {name for name, _ in errors} == {
-        "dense", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
-        "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append", "codescan",
+        "dense", "dense.host", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
+        "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append", "append.host", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
         "rms_norm", "rotary", "silu_mul",
     }  # fmt: skip
