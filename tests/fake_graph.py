@@ -200,11 +200,11 @@ def pack_by_masks(
     key_PHND, value_PHNE, block_table_BP, request_R, index_RHK, sink_R, key_BHSD, value_BHSE, position_BHS,
     length_BH, *, heads_RH=None,
 ) -> None:  # fmt: skip
-    """Pack the requests that `request_R` names; a row of padding names none."""
-    assert heads_RH is None
+    """Pack the requests that `request_R` names, in the heads that are marked; a row of padding names none."""
     B, H, S, _ = key_BHSD.shape
     match_BR = request_R == torch.arange(B)[:, None]
-    has, source_B = match_BR.any(1)[:, None], match_BR.int().argmax(1)
+    has, source_B = match_BR.any(1)[:, None].expand(B, H), match_BR.int().argmax(1)
+    has = has if heads_RH is None else has & (heads_RH != 0)[source_B]
     chosen_BHS = packed_positions(index_RHK, sink_R, S)[source_B]
     token, N = chosen_BHS.clamp_min(0).long(), key_PHND.shape[2]
     page = block_table_BP[:, None].expand(B, H, -1).gather(2, token // N).long()
@@ -226,7 +226,9 @@ def recall_by_masks(
     counts_RHS = torch.arange(old_position_RHS.shape[2]) < old_length_RH[..., None]
     known = ((wanted_RHS[..., None] == old_position_RHS[:, :, None]) & counts_RHS[:, :, None]).any(-1)
     missing_RH = ((wanted_RHS >= 0) & ~known).sum(2, dtype=torch.int32)
-    fetched_RH.copy_(torch.where((request_R >= 0)[:, None], missing_RH, 0))
+    asked_RH = (request_R >= 0)[:, None].expand_as(missing_RH)
+    asked_RH = asked_RH if heads_RH is None else asked_RH & (heads_RH != 0)
+    fetched_RH.copy_(torch.where(asked_RH, missing_RH, 0))
 
 
 def whole_attention(
@@ -243,7 +245,8 @@ def whole_attention(
     key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
     if ring is not None:
         near = (pages[ring.block_table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in ring[:2])
-        is_fast = (words[:, MODE] == FAST)[:, None, None, None]
+        is_fast = (words[:, MODE] == FAST)[:, None] & (dense_BH is None or dense_BH == 0)
+        is_fast = is_fast[:, :, None, None]
         key, value = (torch.where(is_fast, *both) for both in zip(near, (key, value), strict=True))
     if position_BHS is not None:  # rows in their pages, as the benchmark's packed ones
         row_BHS = position_BHS.clamp_min(0).long()[..., None]

@@ -156,7 +156,7 @@ def test_other_policies_can_be_replayed(complete, recorder, policy):
 
 
 @pytest.mark.parametrize(
-    "policy", first(["sfi", "freekv", "snapkv", "streaming-llm", "codescan", "quest", "synckv", "oracle-top-k"], 3)
+    "policy", first(["sfi", "freekv", "snapkv", "streaming-llm", "codescan", "quest", "synckv"], 3)
 )
 def test_steps_over_two_tiers_can_be_replayed(complete, recorder, policy):
     """Tokens and records are those of eager steps and of a cache on the device; so are the bytes over the link."""
