@@ -114,9 +114,8 @@ class StepBuffers(Descriptors):
             alike.setdefault(recall.row_bytes, []).append((layers, recall))
         self.recalls = []
         for size, recalls in alike.items():
-            layers, parts = zip(*recalls, strict=True)
-            joined = Recall(torch.cat([part.rows_RH for part in parts]), size, 0.0, lambda job: job())
-            self.recalls.append((tuple(layer for some in layers for layer in some), joined))
+            joined = Recall(torch.cat([part.rows_RH for _, part in recalls]), size, 0.0, lambda job: job())
+            self.recalls.append((tuple(layer for layers, _ in recalls for layer in layers), joined))
 
     def begin(self) -> None:
         """Do the device's work that a step does once for all layers."""
