@@ -77,15 +77,11 @@ class Parts:
         return [self._bench("decode-4b-baseline", "qwen3-4b", *theirs, context="8K", batch="1")]
 
     def decode_more(self) -> list[Command]:
-        """Decode a ragged batch, and from two tiers: with graphs, and the policies whose steps no graph holds."""
+        """Decode a ragged batch, and from two tiers."""
         commands = [self._bench("decode-4b-ragged", "qwen3-4b", "--ragged", context="32K", batch="8")]
         tiers = "--kv-device-budget", "80%" if self.dry else "30%"
-        point: dict[str, str] = {"context": "32K", "batch": "1"}
-        graphed = "--policy", "sfi,codescan,snapkv"
-        commands.append(self._bench("decode-4b-tiers", "qwen3-4b", *tiers, *graphed, **point))
-        self.graphs = False
-        eager = "--policy", "freekv,quest,synckv", "--set", "synckv.heads=even"
-        commands.append(self._bench("decode-4b-tiers-eager", "qwen3-4b", *tiers, *eager, **point))
+        policies = "--policy", "sfi,codescan,snapkv,freekv,quest,synckv", "--set", "synckv.heads=even"
+        commands.append(self._bench("decode-4b-tiers", "qwen3-4b", *tiers, *policies, context="32K", batch="1"))
         return commands
 
     def lossless(self) -> list[Command]:

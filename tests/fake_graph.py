@@ -187,13 +187,18 @@ def append_few(
 def whole_logits(query_BHGWD, key_PHND, table_BP, length_B, *, scale, soft_cap=None, longest=None):
     """Compute one query's logits with every page, or a window's as the reference does."""
     if query_BHGWD.shape[3] > 1:
-        return window_logits.reference(query_BHGWD, key_PHND, table_BP, length_B, scale=scale, longest=longest)
-    assert soft_cap is None
+        options = {"scale": scale, "soft_cap": soft_cap, "longest": longest}
+        return window_logits.reference(query_BHGWD, key_PHND, table_BP, length_B, **options)
     key_BHTD = key_PHND[table_BP.long()].transpose(1, 2).flatten(2, 3)[:, :, :longest]
     behind_BT = torch.arange(key_BHTD.shape[2]) >= length_B[:, None]
     key_BHTD = key_BHTD.masked_fill(behind_BT[:, None, :, None], 0.0)
-    logits = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, key_BHTD) * scale
+    logits = capped(torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, key_BHTD) * scale, soft_cap)
     return logits.masked_fill(behind_BT[:, None, None, None], torch.nan)  # undefined
+
+
+def capped(logits, soft_cap):
+    """Return logits under a soft cap, if there is one."""
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
 
 
 def pack_by_masks(
@@ -206,7 +211,8 @@ def pack_by_masks(
     has, source_B = match_BR.any(1)[:, None].expand(B, H), match_BR.int().argmax(1)
     has = has if heads_RH is None else has & (heads_RH != 0)[source_B]
     chosen_BHS = packed_positions(index_RHK, sink_R, S)[source_B]
-    token, N = chosen_BHS.clamp_min(0).long(), key_PHND.shape[2]
+    # what is chosen for other rows is undefined
+    token, N = torch.where(has[..., None], chosen_BHS, 0).clamp_min(0).long(), key_PHND.shape[2]
     page = block_table_BP[:, None].expand(B, H, -1).gather(2, token // N).long()
     for pages, packed in ((key_PHND, key_BHSD), (value_PHNE, value_BHSE)):
         rows = pages[page, torch.arange(H)[:, None], token % N]
@@ -237,10 +243,6 @@ def whole_attention(
     pseudo=None, position_BHS=None, ring=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
-
-    def capped(logits):
-        return logits * scale if soft_cap is None else soft_cap * torch.tanh(logits * scale / soft_cap)
-
     W, words = query_BHGWD.shape[3], step.table_BX
     key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
     if ring is not None:
@@ -266,7 +268,7 @@ def whole_attention(
     seen = torch.cat([packed_BHWS, paged_BHWT], 3) & own_BW[:, None, :, None]
     keys, values = torch.cat([packed_key_BHSD, key], 2), torch.cat([packed_value_BHSE, value], 2)
     keys, values = (torch.where(seen.any(2)[..., None], x, 0.0) for x in (keys, values))
-    logits = capped(torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, keys))
+    logits = capped(torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD, keys) * scale, soft_cap)
     logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
     if pseudo is not None:  # of fast requests, whose query is the last
         fast = (words[:, MODE] == FAST)[:, None, None, None, None] & (torch.arange(W) == W - 1)[:, None]
@@ -281,7 +283,8 @@ def whole_attention(
         return DecodeAttention(out)
     which, sink, length, start = step.slow_R
     rows = which.clamp_min(0).long()
-    logits_R = capped(torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key[rows]))
+    logits_R = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key[rows]) * scale
+    logits_R = capped(logits_R, soft_cap)
     logits_R = logits_R[..., : step.longest]
     place = torch.arange(logits_R.shape[-1])
     allowed = (place >= sink[:, None]) & (place < start[:, None])

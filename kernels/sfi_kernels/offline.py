@@ -279,7 +279,8 @@ class Case:
 
     def move(self, *, heads: bool = False) -> None:
         """Append a token and a piece of a prompt, pack, and recall, the last two for some heads or all."""
-        for tokens, ring in product((1, PAGE), (None, self.ring, self.homes)):
+        tiered = self.key.dtype == torch.bfloat16 and self.key.is_contiguous()
+        for ring, tokens in product((None, self.ring, self.homes) if tiered else (None,), (1, PAGE)):
             append.triton(
                 self.key[:2, :, :tokens], self.value[:2, :, :tokens], self.length, self.length,
                 self.key, self.value, self.norm, self.table, ring=ring,

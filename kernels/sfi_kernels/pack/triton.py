@@ -93,8 +93,9 @@ def append(
     fixed = (start_B, count_B, key_PHND, value_PHNE, norm_PHN, block_table_BP)
     check_append(key_BHTD, value_BHTE, *fixed, ring=ring)
     (B, H, T, _), N = key_BHTD.shape, key_PHND.shape[2]
-    block, room = 1 if T == 1 else BLOCK_T, 0 if ring is None else ring_room(ring)
+    room = 0 if ring is None else ring_room(ring)
     tensors, constants = ring_operands(ring, key_PHND, value_PHNE, block_table_BP)
+    block = 1 if T == 1 else BLOCK_T // (2 if constants["HOMES"] else 1)  # three places take many registers
     launch(
         _append_kernel, (B, H, triton.cdiv(T, block)), key_BHTD, value_BHTE, *fixed,
         *tensors, H, T, N, block_table_BP.shape[1], room, *key_BHTD.stride()[:3], *value_BHTE.stride()[:3],

@@ -99,6 +99,8 @@ def appended(layer: LayerData, _: None) -> Iterator[KernelVariant]:
             for rows in stored:
                 rows[last.to(rows.device), :, offset] = torch.nan
             call()
+            if layer.device.type == "cuda":  # or the host would read its pages too soon
+                torch.cuda.synchronize(layer.device)
             keys, values, norms = (rows[last.to(rows.device), :, offset].to(layer.device) for rows in stored)
             wrong = max(gates.same(keys, key[:, :, 0]), gates.same(values, value[:, :, 0]))
             expected = key[:, :, 0].double().square().sum(-1).sqrt()

@@ -21,8 +21,8 @@ from sfi_kernels.step_descriptor import StepDescriptor, StepRequest, describe_st
 
 # standard deviation of the logits: attention rests on some thirty tokens of 16K, so that a missing token
 # shows in the output; with queries of unit length the output would be almost the mean over all tokens
-RING = 2  # pages of a request's ring
 PEAKEDNESS = 2.5
+RING = 2  # pages of a request's ring
 SELECTOR = SelectorConfig()
 
 

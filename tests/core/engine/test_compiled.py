@@ -78,7 +78,8 @@ def assert_same(compiled, plain) -> None:
     ("label", "policy", "options"),
     [
         ("qwen3", "codescan", {"page_size": 16}),
-        ("llama", "sfi", {"config": CONFIG.replace(trigger_policy="stride", stride=4)}),  # packed, and evidence
+        # packed, and evidence; pooled over as many positions as a short prompt has, all would be ties
+        ("llama", "sfi", {"config": CONFIG.replace(trigger_policy="stride", stride=4, span=1)}),
         ("gemma-2", "codescan", {}),  # a soft cap
         ("gpt-oss", "quest", {}),  # learned sinks
         pytest.param("gpt-oss", "codescan", {"max_batch": 2}, marks=pytest.mark.exhaustive),
@@ -89,10 +90,24 @@ def test_a_ragged_batch_decodes_and_tells_the_same(monkeypatch, label: str, poli
     assert_same(*both(monkeypatch, tiny(label), ROWS, policy, **options))
 
 
+NAMES = (
+    "Belora",
+    "Tavo",
+    "Marophe",
+    "Eskard",
+    "Velux",
+    "Halisk",
+)  # no sentence twice: scores of equal ones are near ties
+
+
 @pytest.mark.parametrize(("policy", "rule"), [("codescan", "never"), ("sfi", "boundary")])
 def test_the_bundled_model_gives_the_same_tokens(monkeypatch, policy: str, rule: str):
     model, tokenizer = load()
-    text = "Belora hid a red lantern. Tavo keeps a green kite. " * 30
+    colors = ("red", "green", "old", "paper", "silver", "heavy")
+    things = ("lantern", "kite", "sword", "carpet", "vase", "bottle", "tent", "book", "doll", "ladder")
+    text = " ".join(
+        f"{name} hid a {color} {thing}." for name, color in zip(NAMES, colors, strict=True) for thing in things
+    )
     rows = [tokenizer(text)["input_ids"]]
     config = CONFIG.replace(sink=4, recent=16, budget=64, trigger_policy=rule, triggers=(".",))
     assert_same(*both(monkeypatch, model, rows, policy, config=config, tokenizer=tokenizer))

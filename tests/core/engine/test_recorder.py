@@ -289,19 +289,19 @@ def test_a_benchmark_records_every_graph_before_it_measures(model, recorder):
 
 def test_a_benchmark_says_why_steps_were_not_replayed(model, recorder):
     asked = DecodeSettings(
-        policies=("quest",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
+        policies=("random-k",), contexts=(40,), batches=(1,), baselines=(), steps=3, warm_up=1,
         engine=EngineOptions(backend="triton"), config=CONFIG.replace(trigger_delay=1),
     )  # fmt: skip
     ran = bench_row(model, asked)
     ran.samples = [run_ours(ran)]
     (row,) = point_rows([ran], 1.0)
-    reason = "CUDA graphs must be off with policy quest, which selects at fast steps"
+    reason = "CUDA graphs must be off with policy random-k, which selects with more than the evidence"
     assert row["paths"]["graph.eager"] == asked.total_steps
     assert row["not_replayed"].startswith(reason)
     bench = Bench(model, asked)
     bench.rows = [row, row]
     (note,) = bench.document()["notes"]
-    assert note.startswith(f"quest: steps ran one kernel after the other: {reason}")
+    assert note.startswith(f"random-k: steps ran one kernel after the other: {reason}")
 
 
 def test_steps_of_several_ranks_are_refused_with_the_reason(model, recorder):
