@@ -37,13 +37,13 @@ from sfi_kernels.step_descriptor import sent
 # what a loop hands to a step that a compiled step has in other ways; anything else goes to the model
 HANDLED = {
     "input_ids", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", "return_dict",
-    CACHE_NAME,
+    "tokenizer", "assistant_tokenizer", CACHE_NAME,  # transformers hands on what stop strings need
 }  # fmt: skip
 # what a model's config may ask for at every pass
 OUTPUTS = "output_hidden_states", "output_attentions", "output_router_logits"
 # what transformers hands over besides the prompt: sfi has its own cache, positions and choice of logits, and
 # no use for the others, which some releases pass on
-PREPARED = (HANDLED - {"input_ids", "return_dict"}) | {"streamer", "synced_gpus", "tokenizer"}
+PREPARED = (HANDLED - {"input_ids", "return_dict"}) | {"streamer", "synced_gpus"}
 # they know which row of the batch a text is
 BY_ROW = (
     logits_process.EncoderNoRepeatNGramLogitsProcessor,

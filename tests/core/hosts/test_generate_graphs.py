@@ -85,7 +85,8 @@ def test_generate_gives_an_eager_step_s_tokens(recorder, policy: str):
     plain = tiny("llama").generate(input_ids=IDS, attention_mask=MASK, max_new_tokens=NEW, do_sample=False)
     ends = {"eos_token_id": int(plain[0, IDS.shape[1] + 4]), "pad_token_id": 0}
     drawn = {"do_sample": True, "num_return_sequences": 2}
-    several = calls({}, drawn, ends, {"stopping_criteria": [StopAfter(IDS.shape[1] + 7)]}, {"repetition_penalty": 1.3})
+    given = {"repetition_penalty": 1.3, "tokenizer": Numbers()}  # as stop strings need one, it reaches the model
+    several = calls({}, drawn, ends, {"stopping_criteria": [StopAfter(IDS.shape[1] + 7)]}, given)
     paths = same(several, policy=policy)
     assert paths["not_replayed"] == ""
     assert recorder.plays > paths["graph.replay"], "in all calls; the report is of the last"
