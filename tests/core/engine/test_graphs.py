@@ -164,7 +164,7 @@ def test_steps_over_two_tiers_can_be_replayed(complete, recorder, policy):
     options = {
         "policy": policy, "config": EVERY_STEP.replace(recent=16, budget=4), "max_new_tokens": 8, "prompts": prompts
     }  # fmt: skip
-    if policy == "codescan":
+    if policy in ("codescan", "freekv", "quest"):
         options |= {"name": "small", "prompts": PROMPTS[:2]}
     tiers = "70kB" if policy in ("sfi", "snapkv", "streaming-llm") else "1MB"  # without room for a layer
     graphed, eager = (complete(graphs, tiers=tiers, **options) for graphs in (True, False))

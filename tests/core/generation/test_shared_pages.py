@@ -99,6 +99,7 @@ def test_they_do_under_graphs(policy: str, stores: list[KVCache], monkeypatch: p
     assert told == expected
 
 
+@pytest.mark.exhaustive
 def test_the_kernels_read_shared_pages(stores: list[KVCache]):
     """In the interpreter, where there is no GPU; with the tokens of the references."""
     pytest.importorskip("triton")

@@ -101,7 +101,7 @@ def test_a_streamer_hears_every_token(recorder):
     assert report.paths["graph.replay"] == recorder.plays > 0
 
 
-@pytest.mark.parametrize("policy", first(["sfi", "codescan"], 2))
+@pytest.mark.parametrize("policy", first(["sfi", "codescan"], 1))
 def test_a_cache_that_grows_is_recorded_anew(recorder, monkeypatch, policy: str):
     """Its pages move; the logits that a loop has kept stay as they were."""
     monkeypatch.setattr(session, "UNKNOWN_CAPACITY", 4)

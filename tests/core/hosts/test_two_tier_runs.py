@@ -42,7 +42,7 @@ METHODS = {
     "synckv sparse": ("synckv", {"synckv": {"suspension": "sparse"}}),
     "streaming-llm": ("streaming-llm", {}),
 }
-BESIDE = ("sfi", "quest", "codescan", "freekv", "synckv")
+BESIDE = ("sfi", "codescan", "synckv", "freekv", "quest")
 
 
 def tight(method: str) -> str:
@@ -231,7 +231,7 @@ def test_observers_and_audits_change_nothing_and_add_up(method: str):
         torch.testing.assert_close(ours.retained_H, theirs.retained_H)
 
 
-@pytest.mark.parametrize("method", BESIDE)
+@pytest.mark.parametrize("method", first(BESIDE, 3))
 def test_the_triton_backend_gives_the_tokens_of_its_whole_cache(monkeypatch: pytest.MonkeyPatch, method: str):
     """With the kernels' references: the next test runs the kernels. `codescan` learns its bases again."""
     use_references(monkeypatch)
