@@ -269,8 +269,11 @@ class Run:
 
     def count_heads(self, layer: int, row: int) -> None:
         """Note what the KV heads of a request that read everything read over the link."""
-        ring, state, heads = self.store.ring(layer), self.requests[row], self.store.pages(layer).key_PHND.shape[1]
-        homes = 0 if ring is None or ring.heads is None else ring.heads.key_PRND.shape[1]
+        ring = self.store.ring(layer)
+        if ring is None:
+            return
+        state, heads = self.requests[row], self.store.pages(layer).key_PHND.shape[1]
+        homes = 0 if ring.heads is None else ring.heads.key_PRND.shape[1]
         dense = len(self.policy.companion.dense_heads(layer, heads, slow=state.slow))
         self.store.count_read(layer, max(0, dense - homes) / heads * state.length)
 

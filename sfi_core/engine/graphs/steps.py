@@ -242,7 +242,7 @@ class StepGraphs:
         run.meter.kernels.update(done.launches)
         selections = done.selections
         if self._wants:  # observers may look at a selection when the next step has begun
-            selections = {layers: [one.copy() for one in several] for layers, several in selections.items()}
+            selections = {layers: [selection.copy() for selection in several] for layers, several in selections.items()}
         note_step(run, selections, self._buffers.places, self._brought or done.recalls)
         self._brought = []
 

@@ -65,10 +65,10 @@ class TierPlan:
         """
         count = partial(self.bytes, batch, capacity, generated)
         policy, allowed = self.policy, self.budget.bytes_of(count().cache_bytes)
-        own = resident = policy.resident if count(policy.resident).device_bytes <= allowed else _no_heads
+        named = resident = policy.resident if count(policy.resident).device_bytes <= allowed else _no_heads
         reads_all, whole = policy.triggered and policy.refreshes() and not policy.mixes_heads, list[int]()
         for index, shape in enumerate(self.shapes) if reads_all else ():
-            more = partial(_with_layers, own, [*whole, index])
+            more = partial(_with_layers, named, [*whole, index])
             if _has_pages(shape) and count(more).device_bytes <= allowed:
                 whole, resident = [*whole, index], more
         return count(resident), resident
@@ -120,8 +120,8 @@ def _no_heads(layer: int, heads: int) -> Sequence[int]:
     return ()
 
 
-def _with_layers(own: Resident, whole: Sequence[int], layer: int, heads: int) -> Sequence[int]:
-    return range(heads) if layer in whole else own(layer, heads)
+def _with_layers(named: Resident, whole: Sequence[int], layer: int, heads: int) -> Sequence[int]:
+    return range(heads) if layer in whole else named(layer, heads)
 
 
 def check_able(policy: Policy | type[Policy], name: str, ability: str) -> None:
