@@ -9,6 +9,7 @@ from benchmarks.study.ahead import AHEAD
 from benchmarks.study.broken import BROKEN
 from benchmarks.study.controls import CONTROLS
 from benchmarks.study.fidelity import FidelityPart
+from benchmarks.study.fresh import FRESH
 from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import METHODS
 from benchmarks.study.own_tasks import OWN
@@ -28,7 +29,7 @@ def main(about: str, arguments: Sequence[str] | None = None) -> int:
     """Run a part; return the exit code."""
     options = _parser(about).parse_args(arguments)
     quiet()
-    POLICIES.update(CONTROLS | BROKEN | AHEAD)
+    POLICIES.update(CONTROLS | BROKEN | AHEAD | FRESH)
     try:
         options.run(options)
     except SfiError as error:

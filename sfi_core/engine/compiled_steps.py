@@ -67,7 +67,8 @@ class CompiledSteps:
         self._run, self._model, self._threads = run, model, min(threads, CORES)
         self._step_X, self._layer_LX, self._real_X = model.step_X.copy(), model.layer_LX.copy(), model.real_X.copy()
         policy = run.policy
-        alone = policy.coded or (isinstance(policy, EvidencePolicy) and not policy.mixes_heads)
+        evidence = isinstance(policy, EvidencePolicy) and not (policy.mixes_heads or policy.chooses)
+        alone = policy.coded or evidence
         self._attends = alone or not policy.selects
         self._step_X[Step.PART] = PART if self._attends else np.iinfo(np.int64).max
         self._real_X[Real.REST] = policy.config.codescan.rest

@@ -20,8 +20,12 @@ from sfi_core.engine import compiled_steps
 from sfi_core.engine.ledger import Meter, steady_seconds
 from sfi_core.hosts.transformers import replays
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
+from sfi_core.policies import POLICIES
+from sfi_core.policies.base import BatchContext, Companion
+from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SyncKVConfig
 from sfi_kernels import compiled
+from sfi_kernels.choice import Choice
 from sfi_kernels.compiled import telling
 from sfi_kernels.decode_attention import sparse_attention
 from sfi_kernels.loops import attention
@@ -316,6 +320,18 @@ OF_THE_ENGINE = ["quest", "freekv", "synckv", "oracle-top-k", "random-k"]  # who
 def test_a_ragged_batch(label: str, policy: str):
     ours, _ = assert_same_steps(label, policy)
     assert ours.paths.get("step.eager", 0) == 0
+
+
+class ChoosesByEvidence(Companion, SFI):
+    """Selects at slow steps and chooses at fast ones."""
+
+    def choose(self, batch: BatchContext) -> Choice | None:
+        return batch.read(SFI.select_after(self, batch.evidence())) if batch.fast else None
+
+
+def test_a_policy_that_selects_and_chooses(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(POLICIES, "chooses", ChoosesByEvidence)
+    assert_same_steps("llama", "chooses")
 
 
 @pytest.mark.parametrize("policy", first(["sfi", "codescan", "quest"]))
