@@ -310,7 +310,7 @@ def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
 
 DRAFTED = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False), baseline={"page": 4}, t_max=9)
 T_MAX, ENDS = (DRAFTED.replace(trigger_policy=policy, trigger_delay=1) for policy in ("t-max", "boundary"))
-PAIR = {"prompts": [PROMPTS[0][:20], PROMPTS[2]], "name": "small", "stop_token_ids": range(1, 96, 9), "max_new_tokens": 9}
+PAIR = {"prompts": [PROMPTS[0][:20], PROMPTS[2]], "stop_token_ids": range(1, 96, 9), "max_new_tokens": 9}
 CHAINED = {
     "sampled, waiting": {
         "config": T_MAX, "policy": "sfi", "prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": 20, "seed": 3,
@@ -321,8 +321,8 @@ CHAINED = {
         "config": ENDS.replace(trigger_token_ids=tuple(range(0, 96, 9))), "policy": "sfi", "prompts": PROMPTS[1:],
         "stop_token_ids": range(5, 96, 11), "max_new_tokens": 24,
     },
-    "codescan": {"config": ENDS, "policy": "codescan", **PAIR},
-    "quest": {"config": ENDS, "policy": "quest", **PAIR},
+    "codescan": {"config": ENDS, "policy": "codescan", "name": "small", **PAIR},
+    "quest": {"config": ENDS, "policy": "quest", "name": "small", **PAIR},
 }  # fmt: skip
 
 
