@@ -122,7 +122,7 @@ parts() {
   part generate 3 50 "$more" "${ours[@]}" generate "${into[@]}" $dry
   part sanitizer 3 60 "" bash -c "$(declare -p pytest); sanitize"
   part decode-more 3 60 "$more" "${ours[@]}" decode-more "${into[@]}" $dry
-  part lossless 3 50 "--folder $work/again" "${ours[@]}" lossless "${into[@]}" $dry
+  part lossless 3 90 "--folder $work/again" "${ours[@]}" lossless "${into[@]}" $dry
   part overlap 3 30 "$more" "${ours[@]}" overlap "${into[@]}" $dry
   part tracing 3 50 "--output $work/tracing-again.json" "$python" benchmarks/tracing.py --repeats "${turns:-3}" \
     --output "$work/tracing.json" $dry

@@ -85,11 +85,18 @@ class Parts:
         return commands
 
     def lossless(self) -> list[Command]:
-        """Decode losslessly beside sfi and full-kv at a stated acceptance."""
-        stated = "--acceptance", "0.95"
-        points = {"lossless-0.6b": ("qwen3-0.6b", "8K,128K"), "lossless-4b": ("qwen3-4b", "32K")}
+        """Verify alone by queries, then decode losslessly at a stated acceptance, by the length of drafts."""
+        ways: dict[str, tuple[str, str, tuple[str, ...]]] = {"": ("1,8", "0.95", ())}
+        for draft in ("15", "8", "4", "16"):
+            fixed = "--policy", "sfi", "--set", f"draft.max_tokens={draft}", "--set", "draft.adaptive=false"
+            ways[f"-{draft}"] = "8", "0.98", fixed
         return [
-            self._bench(name, model, *stated, context=context, batch="1") for name, (model, context) in points.items()
+            self._kernels("verify-32k", "--op", "verify", "--context", "32768", "--batch", "8"),
+            *(
+                self._bench(f"lossless-4b{name}", "qwen3-4b", *more, "--acceptance", kept, context="32K", batch=batch)
+                for name, (batch, kept, more) in ways.items()
+            ),
+            self._bench("lossless-4b-128k", "qwen3-4b", "--acceptance", "0.98", context="128K", batch="2"),
         ]
 
     def overlap(self) -> list[Command]:

@@ -177,7 +177,7 @@ def picked(rank: int, ranks: Ranks = ALONE) -> list[int]:
     """Pick tokens of logits that each rank has made up by itself."""
     logits_XV = torch.randn(4, 50, generator=torch.Generator().manual_seed(rank))
     sampler = Sampler(Sampling(temperature=1.0), torch.zeros(2, 3).long(), ranks)
-    return sampler.pick(logits_XV, [0, 0, 1, 1], [0, 1, 0, 1], [()] * 4)
+    return sampler.read(sampler.draw(logits_XV, [0, 0, 1, 1], [0, 1, 0, 1], [()] * 4))
 
 
 def lose_a_rank(how: str) -> None:

@@ -19,6 +19,10 @@ NewTokens = dict[int, list[int]]  # by request; a request without a new token is
 class Drafting(Protocol):
     """Runs the passes of a lossless run."""
 
+    @property
+    def chains(self) -> bool:
+        """Whether the next pass can take tokens from the device, by `Drafts.unread_N`."""
+
     def __call__(self, drafts: Drafts) -> torch.Tensor:
         """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
 
@@ -83,13 +87,14 @@ class Loop:
         """Yield full attention's tokens of each pass: none where a request drafts, one or more where it verifies."""
         token_B = yield from self._first()
         host, sampler = self.host, self.sampler
-        drafts = Drafts(host.run, host.draft_rule(), self.limits, outcome)
+        drafts = Drafts(host.run, host.draft_rule(), self.limits, sampler.read, outcome)
         drafting, requests = host.drafting(), host.run.requests
         try:
             while (yield from self._admit(token_B)):
                 logits_XV = drafting(drafts)
                 host.run.count_selected()
-                given = drafts.record(sampler.pick(logits_XV, *drafts.positions()), logits_XV)
+                picks = sampler.draw(logits_XV, *drafts.positions())
+                given = drafts.record(picks, logits_XV, chained=drafting.chains and not sampler.looks_back)
                 drafting.keep(drafts.blocks, given)
                 sampler.advance(given)
                 token_B = [state.tokens[-1] for state in requests]

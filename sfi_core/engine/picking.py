@@ -134,6 +134,26 @@ TOKEN, FINE = range(2)  # rows of `picked_2X`: the token, and whether its score 
 Ahead = Callable[[torch.Tensor], None]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Picks:
+    """Tokens that the device has picked, or will, for the rows `row_X`; they are on their way to the host.
+
+    `index_X` are the tokens' indices among those that their requests generate; None where the score need not be finite.
+    `picked_2X` is on the device, int64; `host_2X` is valid once `done` has happened.
+    """
+
+    picked_2X: torch.Tensor
+    host_2X: torch.Tensor
+    done: torch.cuda.Event | None
+    row_X: Sequence[int]
+    index_X: Sequence[int | None]
+
+    @property
+    def token_X(self) -> torch.Tensor:
+        """The tokens, on the device."""
+        return self.picked_2X[TOKEN]
+
+
 @dataclass(slots=True)
 class Row:
     """One request of a picker."""
@@ -153,6 +173,7 @@ class Picker(ABC):
     hint = ""  # ends the message of an error about scores that are not finite
     tokens: TokensSoFar | None = None
     own_scores = True  # False: transformers' processors make them, and may make NaN on purpose
+    looks_back = False  # whether `scores` reads the tokens before a position
 
     def __init__(
         self, requests: Sequence[int], ranks: Ranks = ALONE, *, seed: int | None, ahead: Ahead | None = None
@@ -190,21 +211,36 @@ class Picker(ABC):
             # else OpenMP's threads spin into the next step
             picked_2B = self._choose(logits_BV, row_X, index_X, [()] * len(self.rows))
         running_B = [None if done else index for index, done in zip(index_X, finished_B, strict=True)]
-        token_B = self._read(picked_2B, row_X, running_B, launches=True)
+        picks = _to_host(picked_2B, row_X, running_B)
+        if self.ahead is not None:  # after the copy to the host, which then does not wait for its work
+            self.ahead(picks.token_X)
+        token_B = self.read(picks)
         pairs = list(zip(token_B, finished_B, strict=True))
         self.advance([[] if done else [token] for token, done in pairs])
         return [PAD if done else token for token, done in pairs]
 
-    def pick(
+    def draw(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """Pick tokens for X positions of a pass without noting them or calling `ahead`; they are those of steps.
+    ) -> Picks:
+        """Pick tokens for X positions of a pass without waiting, noting them or calling `ahead`.
 
-        `offset_X` is the distance from the row's next token to the position's; `tail` has, for each position, the
-        tokens before it that follow the row's noted tokens. Raise `NumericsError` likewise.
+        They are those that steps would pick. `offset_X` is the distance from the row's next token to the position's;
+        `tail` has, for each position, the tokens before it that follow the row's noted tokens, which are read only if
+        the picker `looks_back`.
         """
         index_X = [self.rows[row].step + offset for row, offset in zip(row_X, offset_X, strict=True)]
-        return self._read(self._choose(logits_XV, row_X, index_X, tail), row_X, index_X)
+        return _to_host(self._choose(logits_XV, row_X, index_X, tail), row_X, index_X)
+
+    def read(self, picks: Picks) -> list[int]:
+        """Wait for tokens and return them; raise `NumericsError` as `__call__` does."""
+        if picks.done is not None:
+            picks.done.synchronize()
+        token_X, fine_X = picks.host_2X.tolist()
+        for row, index, fine in zip(picks.row_X, picks.index_X, fine_X, strict=True):
+            if index is not None and not fine:
+                where = f"step {index} in request {self.rows[row].request}{self.hint}"
+                raise NumericsError(f"logits must be finite, got NaN or infinity at {where}")
+        return list(token_X)
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note each row's new tokens, any number of them."""
@@ -216,7 +252,7 @@ class Picker(ABC):
     def _choose(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int], tail: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        # the input of `_read`, [2, X] int64, the same on all ranks
+        # the numbers of `Picks`, [2, X] int64, the same on all ranks
         X, V = logits_XV.shape
         picked_2X = torch.empty(2, X, dtype=torch.int64, device=logits_XV.device)
         key_X = None  # if no row is drawn; a row that is not drawn gets any key
@@ -232,7 +268,7 @@ class Picker(ABC):
             if key_X is not None:
                 noise_PV = gumbel(key_X[part], scores_PV.shape[1])
                 if greedy := [place for place, row in enumerate(row_X[part]) if self.rows[row].noise is None]:
-                    noise_PV[greedy] = 0.0
+                    noise_PV.index_fill_(0, sent(torch.tensor(greedy), noise_PV.device), 0.0)
                 scores_PV = noise_PV.add_(scores_PV)
             token_P = scores_PV.argmax(-1)
             picked_2X[TOKEN, part] = token_P
@@ -241,23 +277,13 @@ class Picker(ABC):
             picked_2X[FINE, part] = fine_P
         return self._ranks.settle(picked_2X)
 
-    def _read(
-        self, picked_2X: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int | None], *, launches: bool = False
-    ) -> list[int]:
-        # without an index a row's score need not be finite; the copy goes before `ahead`, not to wait for its work
-        host, done = picked_2X, None
-        if picked_2X.is_cuda:
-            host = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
-            host.copy_(picked_2X, non_blocking=True)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record(torch.cuda.current_stream(picked_2X.device))
-        if launches and self.ahead is not None:
-            self.ahead(picked_2X[TOKEN])
-        if done is not None:
-            done.synchronize()
-        token_X, fine_X = host.tolist()
-        for row, index, fine in zip(row_X, index_X, fine_X, strict=True):
-            if index is not None and not fine:
-                where = f"step {index} in request {self.rows[row].request}{self.hint}"
-                raise NumericsError(f"logits must be finite, got NaN or infinity at {where}")
-        return list(token_X)
+
+def _to_host(picked_2X: torch.Tensor, row_X: Sequence[int], index_X: Sequence[int | None]) -> Picks:
+    # begin to copy what `Picker._choose` returns, without waiting
+    host_2X, done = picked_2X, None
+    if picked_2X.is_cuda:
+        host_2X = torch.empty(picked_2X.shape, dtype=picked_2X.dtype, pin_memory=True)
+        host_2X.copy_(picked_2X, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record(torch.cuda.current_stream(picked_2X.device))
+    return Picks(picked_2X, host_2X, done, row_X, index_X)

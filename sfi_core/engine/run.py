@@ -24,6 +24,7 @@ from sfi_kernels.launch import counting
 from sfi_kernels.step_descriptor import SLOW, sent
 
 CPU = torch.device("cpu")
+Counting = tuple[torch.Tensor, torch.cuda.Event | None]  # see `Run.counting`
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class Run:
     maintenance: Maintenance = field(init=False)
     descriptors: Descriptors = field(init=False)
     recorded: bool = True
-    counting: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+    counting: Counting | None = None
     _batch_pass: BatchPass | None = None
 
     def __post_init__(self) -> None:
@@ -210,14 +211,7 @@ class Run:
         """Note what `count_selected` has counted in the states of the fast requests."""
         if self.counting is None:
             self.count_selected()  # for a host that does not, at the price of a wait
-        if self.counting is None:
-            return
-        mean_B, done = self.counting
-        if done is not None:
-            done.synchronize()
-        for row in self.batch_pass.fast:
-            state = self.requests[row]
-            state.unfilled = state.packed_tokens - float(mean_B[row])
+        note_selected(self.counting, {row: self.requests[row] for row in self.batch_pass.fast})
 
     def end_pass(self) -> None:
         """End a pass whose tokens the host notes itself."""
@@ -326,11 +320,15 @@ class Run:
 
         recall.then(tell)
 
-    def shape(self) -> Shape:
-        """Return the fields of `StepEvent` that the pass's requests share, before they end their step, if wanted."""
+    def shape(self, batch_pass: BatchPass | None = None, states: Sequence[RequestState] = ()) -> Shape:
+        """Return the fields of `StepEvent` that a pass's requests share, before they end their step, if wanted.
+
+        By default those of the pass under way; another's with the `states` of its rows.
+        """
         if StepEvent not in self.observer.wants:
             return {}
-        batch_pass, policy, meter = self.batch_pass, self.policy, self.meter
+        batch_pass, states = batch_pass or self.batch_pass, states or self.requests
+        policy, meter = self.policy, self.meter
         if meter.row_bytes[0] != len(self.layers):
             sizes = {layer: self.store.pages(layer).row_bytes for layer in self.layers}
             dense = sum(sizes[layer] for layer in self.layers.intersection(policy.config.dense_layers))
@@ -342,6 +340,17 @@ class Run:
                 return float((always + other) * self.reads(state).attended)
             return float(always * state.length + other * state.read(dense=state.slow))
 
-        slow = [self.requests[row] for row in (*batch_pass.prompts, *batch_pass.slow)]
-        shared = ledger.step_shape(slow, [self.requests[row] for row in batch_pass.fast], moved)
+        slow = [states[row] for row in (*batch_pass.prompts, *batch_pass.slow)]
+        shared = ledger.step_shape(slow, [states[row] for row in batch_pass.fast], moved)
         return {"graphs": meter.replayed, **shared}
+
+
+def note_selected(counting: Counting | None, states: Mapping[int, RequestState]) -> None:
+    """Note what `Run.count_selected` has counted, once it has, in the states of fast requests, by row."""
+    if counting is None:
+        return
+    mean_B, done = counting
+    if done is not None:
+        done.synchronize()
+    for row, state in states.items():
+        state.unfilled = state.packed_tokens - float(mean_B[row])

@@ -8,6 +8,7 @@ from transformers.generation import logits_process
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.engine.picking import Picker, TokensSoFar
 from sfi_core.settings.engine import Sampling
+from sfi_kernels.step_descriptor import sent
 
 LOW = 1e-30  # logits divided by such a temperature may leave float32's range
 
@@ -47,7 +48,7 @@ class Sampler(Picker):
                 row.noise = (seed, row.request) if isinstance(seed, int) else (seed[row.request], 0)
         samplings = [sampling] if isinstance(sampling, Sampling) else sampling
         penalty = any(sampling.repetition_penalty != 1 for sampling in samplings)
-        self.tokens = TokensSoFar(ids_BT) if penalty else None
+        self.tokens, self.looks_back = TokensSoFar(ids_BT) if penalty else None, penalty
         self._processors = {sampling: processors(sampling) for sampling in samplings}
         lowest = min((sampling.divisor for sampling in samplings if sampling.do_sample), default=1.0)
         if lowest < LOW:
@@ -73,6 +74,7 @@ class Sampler(Picker):
             return scores_PV
         scores_PV = torch.empty_like(logits_PV)
         for sampling, chosen in self._processors.items():
-            at = [place for place, row in enumerate(row_P) if self._of(self.rows[row].request) == sampling]
+            places = [place for place, row in enumerate(row_P) if self._of(self.rows[row].request) == sampling]
+            at = sent(torch.tensor(places, dtype=torch.long), logits_PV.device)
             scores_PV[at] = chosen(ids_PT if self.tokens is None else ids_PT[at], logits_PV[at])
         return scores_PV

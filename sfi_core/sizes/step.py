@@ -20,6 +20,13 @@ SCORE_BYTES = 16
 COPIED = 2  # a gathered row is read and written
 STATED = 2  # and so is a state
 
+# what an H100 reads at the rate of a copy, 3,037 GB/s, in the 45 us that the launches of a layer add to a step: there
+# all steps take their bytes at that rate and 37 to 52 us a layer (docs/speed.md)
+LAUNCHED = 137_000_000
+# how much longer than a dense step's attention that of a verification takes there, by the rows of its tile: queries
+# times query heads of a KV head, padded (docs/lossless.md); more rows need several tiles
+TILES = {32: 1.08, 64: 1.16, 128: 1.73}
+
 Count = npt.NDArray[Any] | float
 
 
@@ -89,6 +96,16 @@ class ByteModel:
     def refresh(self, length: Count, packed: Count) -> Count:
         """Return what a slow step adds to its reads: scores, and `packed` sink and selected tokens copied."""
         return SCORE_BYTES * self.heads * length + COPIED * self.row_bytes * packed
+
+    def launches(self) -> float:
+        """Return the bytes that a GPU could read while it launches a step's kernels."""
+        return LAUNCHED * (self.layers + self.dense_layers + len(self.windows)) / self.batch
+
+    def verified(self, length: Count, rows: int) -> Count:
+        """Return what a GPU's attention for `rows` queries of a KV head adds to a dense step, in bytes."""
+        *_, (most, _) = TILES.items()
+        tile = next(tile for tile in TILES if tile >= min(rows, most))
+        return (TILES[tile] * -(-rows // tile) - 1) * (self.dense(length) - self.dense(0))
 
     def _shared(self, length: Count) -> Count:
         # weights, layers left dense, sliding windows and states: the same for slow and fast steps

@@ -89,10 +89,10 @@ class StepGraphs:
         else:
             self._position_B1.copy_(position_B1)
 
-    def step(self, brought: Sequence[Sequence[int]] = ()) -> torch.Tensor:
+    def step(self, brought: Sequence[Sequence[int]] = (), unread_N: torch.Tensor | None = None) -> torch.Tensor:
         """Decode the tokens that the requests bring, at least one each, in a step that the run has begun.
 
-        None are brought where `give` has them.
+        None are brought where `give` has them. A token of -1 - n is number n of `unread_N`, on the device.
         Return the logits, [B * W, V], which the next step overwrites; a request's own are the last of W. Raise
         `BackendError` if the model waits for the device within a step, and graphs are required.
         """
@@ -104,7 +104,10 @@ class StepGraphs:
             with run.observer.span("forward"):
                 W = buffers.descriptor.queries
                 if padded := [[*[row[0]] * (W - len(row)), *row] for row in brought]:
-                    sent(torch.tensor(padded), run.device, self._token_BW)
+                    token_BW = sent(torch.tensor(padded), run.device, self._token_BW)
+                    if unread_N is not None:
+                        taken_BW = unread_N[(-1 - token_BW).clamp_min(0)]
+                        token_BW.copy_(torch.where(token_BW < 0, taken_BW, token_BW))
                 done = self._do(buffers.kind)
         self._keeps = True
         self._note(done)

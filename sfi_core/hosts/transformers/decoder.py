@@ -8,7 +8,8 @@ import torch
 
 from sfi_core.engine.audit import dense_twin
 from sfi_core.engine.batch_pass import SeenLayer, Watcher
-from sfi_core.engine.lossless import Block, DraftRule, Drafts
+from sfi_core.engine.graphs.buffers import bucket
+from sfi_core.engine.lossless import Block, Cost, Costs, DraftRule, Drafts
 from sfi_core.engine.picking import PAD
 from sfi_core.engine.prompt_cache import PromptCache
 from sfi_core.engine.run import Run
@@ -19,6 +20,7 @@ from sfi_core.hosts.transformers.own_layers import states
 from sfi_core.hosts.transformers.replays import Replays
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.models.describe import describe_model
+from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.step import ByteModel
 from sfi_kernels.step_descriptor import sent
 
@@ -107,14 +109,10 @@ class Decoder:
     def draft_rule(self) -> DraftRule:
         """Return what ends a draft in a lossless run."""
         session, policy = self.session, self.session.policy
-        refreshes = policy.refreshes()
         description = describe_model(session.model, session.shapes())
         model = ByteModel.of(description, dense_layers=policy.config.dense_layers, batch=self.run.store.batch)
-
-        def cost(length: float, attended: float) -> float:  # of a fast step in verifications, by the bytes they read
-            whole = model.slow(length, min(length, attended)) if refreshes else model.dense(length)
-            return min(1.0, float(model.fast(length, attended)) / float(whole))
-
+        group = description["query_heads"] // max(layer["heads"] or 1 for layer in description["layers"])
+        cost = draft_cost(model, policy.config, group, refreshes=policy.refreshes(), gpu=self.run.device.type != "cpu")
         return DraftRule(
             config=policy.config.draft, stop_ids=self.run.stop_ids, cost=cost, selecting=policy.selection_tokens
         )
@@ -158,6 +156,11 @@ class BlockPass(Watcher):
             run.watchers = (*run.watchers, self)
         self._verified, self._request = self._marked(), -1
 
+    @property
+    def chains(self) -> bool:
+        """See `Drafting`: where steps are replayed as CUDA graphs."""
+        return self._replays.on_device
+
     def __call__(self, drafts: Drafts) -> torch.Tensor:
         """Run a pass; return the logits of all tokens of all blocks, [X, V]."""
         blocks = drafts.plan()
@@ -168,8 +171,10 @@ class BlockPass(Watcher):
             start = self._run.batch_pass.start
             if replayed:
                 self._cache.see(max(start))
-                logits_XV = self._replays.replay(self._run, [tokens or (PAD,) for tokens in brought])
+                rows = [tokens or (PAD,) for tokens in brought]
+                logits_XV = self._replays.replay(self._run, rows, drafts.unread_N)
             else:
+                assert drafts.unread_N is None, "an audit, which lossless runs refuse, decides this alone"
                 self._go_back(blocks[0])
                 logits_XV = self._read(start, brought)
         if len(logits_XV) == sum(map(len, brought)):
@@ -233,3 +238,24 @@ class BlockPass(Watcher):
 
     def _marked(self) -> list[dict[str, Any]] | None:
         return self._cache.taken() if self._stated else None
+
+
+def draft_cost(model: ByteModel, config: SfiConfig, group: int, *, refreshes: bool, gpu: bool) -> Cost:
+    """Return what drafting and verifying cost: the bytes they read, and on a `gpu` launches and tiles of queries too.
+
+    A KV head has `group` query heads; a verification `refreshes` the selection, or not.
+    """
+    most = config.draft.max_tokens
+
+    def cost(length: float, attended: float) -> Costs:
+        whole = float(model.slow(length, min(length, attended)) if refreshes else model.dense(length))
+        fast = min(whole, float(model.fast(length, attended)))
+        if not gpu:
+            return Costs(fast, lambda _: whole)
+
+        def verification(drafted: int) -> float:  # a replayed pass has as many queries as its bucket
+            return whole + model.launches() + float(model.verified(length, (1 + bucket(drafted, most)) * group))
+
+        return Costs(fast + model.launches(), verification)
+
+    return cost

@@ -126,7 +126,7 @@ class OwnProcessors(Picker):
                 raise ConfigError(
                     f"logits_processor must be stateless in a lossless run, got {type(processor).__name__}"
                 )
-        self._chosen, self._ids_RT = chosen, ids_RT
+        self._chosen, self._ids_RT, self.looks_back = chosen, ids_RT, bool(chosen)
         self.tokens = TokensSoFar(ids_RT[list(requests)])
         self._by_row = any(_knows_rows(processor) for processor in chosen)
 

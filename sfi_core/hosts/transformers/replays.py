@@ -79,6 +79,11 @@ class Replays:
         return logits
 
     @property
+    def on_device(self) -> bool:
+        """Whether steps are replayed as graphs, which can take tokens that only the device knows."""
+        return isinstance(self._steps, StepGraphs)
+
+    @property
     def threads(self) -> int:
         """How many threads a decoding step is worth."""
         return 1 if self._small else torch.get_num_threads()
@@ -155,10 +160,11 @@ class Replays:
         self._steps.give(ids_B1, self._cache.seen if position_B1 is None else position_B1[:, -1:])
         return self.replay(run, ()).clone()
 
-    def replay(self, run: Run, brought: Sequence[Sequence[int]]) -> torch.Tensor:
+    def replay(self, run: Run, brought: Sequence[Sequence[int]], unread_N: torch.Tensor | None = None) -> torch.Tensor:
         """Replay a step that the run has begun; arguments and result are those of `StepGraphs.step`."""
         assert self._steps is not None, "the step is replayed"
-        logits_XV = self._steps.step(brought)
+        given = (brought, unread_N) if self.on_device else (brought,)
+        logits_XV = self._steps.step(*given)
         self._cache.see(self._cache.seen + 1)
         if self._steps.given_up:
             self._missed = run.meter.not_replayed = self._steps.given_up

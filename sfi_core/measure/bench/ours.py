@@ -12,6 +12,7 @@ import torch
 
 from sfi_core.engine.loop import Loop, NewTokens
 from sfi_core.engine.maintenance import main_stream
+from sfi_core.engine.picking import Picks
 from sfi_core.engine.report import RunReport
 from sfi_core.engine.run import Run
 from sfi_core.generation.sampling import Sampler
@@ -44,14 +45,14 @@ class GivenTokens(Sampler):
         self._raise(logits_BV, self._token_SB[self.rows[0].step])
         return super().__call__(logits_BV, finished_B)
 
-    def pick(
+    def draw(
         self, logits_XV: torch.Tensor, row_X: Sequence[int], offset_X: Sequence[int], tail: Sequence[Sequence[int]]
-    ) -> list[int]:
-        """See `Sampler.pick`."""
+    ) -> Picks:
+        """See `Sampler.draw`."""
         steps = [self.rows[place].step + offset for place, offset in zip(row_X, offset_X, strict=True)]
         at_2X = sent(torch.tensor([steps, list(row_X)]), logits_XV.device)
         self._raise(logits_XV, self._token_SB[at_2X[0], at_2X[1]])
-        return super().pick(logits_XV, row_X, offset_X, tail)
+        return super().draw(logits_XV, row_X, offset_X, tail)
 
     @staticmethod
     def _raise(logits_XV: torch.Tensor, token_X: torch.Tensor) -> None:

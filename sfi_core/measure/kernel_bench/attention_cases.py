@@ -25,7 +25,7 @@ Call = Callable[[], torch.Tensor]
 SDPA, SOFTMAX = "_scaled_dot_product_", {"_softmax", "_safe_softmax"}
 PAPER_TILE = 16  # tokens of a tile of `dense.paper_like`
 DENSE_EVERY = 8  # of mixed heads, every eighth KV head reads all tokens
-VERIFIED = (1, 5, 8, 9, 17)  # queries of a verification: one more than its draft has tokens
+VERIFIED = (1, 5, 9, 16, 17)  # queries of a verification: one more than its draft has tokens
 CHECKED = 16  # queries of a prompt's piece that the check computes
 # of a step of CodeScan
 TIED = 1 + 2**-3  # what a key may exceed another by with the same score

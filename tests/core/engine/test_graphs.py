@@ -17,6 +17,7 @@ from sfi_core.engine.attend import prepare_layers
 from sfi_core.engine.graphs import buffers, steps
 from sfi_core.engine.graphs.buffers import bucket
 from sfi_core.engine.lossless import Drafts
+from sfi_core.engine.picking import Picker
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.policies import POLICIES, Evidence, EvidencePolicy, Selection, Triggered, best
 from sfi_core.policies.built_in import codescan
@@ -25,7 +26,7 @@ from sfi_kernels.pack import pack
 from tests.architectures import SMALL, prompts, tiny
 from tests.core.conftest import TINY, tiny_qwen3
 from tests.covering import first
-from tests.fake_graph import FakeRecorder, Tape, use_tensors
+from tests.fake_graph import LOOKS, FakeRecorder, Tape, use_tensors
 from tests.fakes import Listener, RecordingObserver, positions
 from tests.tiny_models import build
 
@@ -305,6 +306,69 @@ def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
     assert recorder.tapes > 1
     theirs, ours = (run.store.keys(min(run.layers), 0, 0, run.requests[0].length - 1) for run in runs)
     torch.testing.assert_close(ours, theirs)
+
+
+DRAFTED = CONFIG.replace(draft=DraftConfig(max_tokens=5, adaptive=False), baseline={"page": 4}, t_max=9)
+T_MAX, ENDS = (DRAFTED.replace(trigger_policy=policy, trigger_delay=1) for policy in ("t-max", "boundary"))
+PAIR = {"prompts": [PROMPTS[0][:20], PROMPTS[2]], "stop_token_ids": range(1, 96, 9), "max_new_tokens": 9}
+CHAINED = {
+    "sampled, waiting": {
+        "config": T_MAX, "policy": "sfi", "prompts": PROMPTS[1:], "max_batch": 2, "max_new_tokens": 20, "seed": 3,
+        "stop_token_ids": range(0, 96, 13),
+        "sampling": [Sampling(temperature=1.0), Sampling(), Sampling(temperature=2.0)],
+    },
+    "a sentence end decides": {
+        "config": ENDS.replace(trigger_token_ids=tuple(range(0, 96, 9))), "policy": "sfi", "prompts": PROMPTS[1:],
+        "stop_token_ids": range(5, 96, 11), "max_new_tokens": 24,
+    },
+    "codescan": {"config": ENDS, "policy": "codescan", "name": "small", **PAIR},
+    "quest": {"config": ENDS, "policy": "quest", "name": "small", **PAIR},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", first(CHAINED, 2))
+def test_a_draft_is_read_when_it_is_verified(complete, monkeypatch, case):
+    """Not before, but one step late where a sentence end decides. What is drafted behind a stop token never was."""
+    drafting, looks, behind, drawn = False, 0, list[int](), []
+
+    def plan(drafts, plan=Drafts.plan) -> list:
+        nonlocal drafting
+        blocks = plan(drafts)
+        drafting = not any(block and block.reason for block in blocks)
+        return blocks
+
+    def draw(picker, *about, draw=Picker.draw):
+        drawn.append(draw(picker, *about))
+        return drawn[-1]
+
+    def read(picker, picks, read=Picker.read) -> list[int]:
+        if drafting and picks in drawn:
+            behind.append(len(drawn) - 1 - drawn.index(picks))
+        return read(picker, picks)
+
+    def watched(look):
+        def watch(tensor, *more):
+            nonlocal looks
+            looks += drafting
+            return look(tensor, *more)
+
+        return watch
+
+    for owner, method in ((Drafts, plan), (Picker, draw), (Picker, read)):
+        monkeypatch.setattr(owner, method.__name__, method)
+    eager, expected = complete(False, lossless=True, **CHAINED[case])
+    behind.clear()
+    for look in (*LOOKS, "__float__", "__int__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, look, watched(getattr(torch.Tensor, look)))
+    graphed, heard = complete(True, lossless=True, **CHAINED[case])
+    assert looks == len(behind)
+    assert set(behind) == ({1} if case == "a sentence end decides" else set())
+    assert len(heard.begun) > len(expected.begun), "something was drafted behind a stop token"
+    for name in ("token_ids", "lossless", "reasons"):
+        assert [getattr(r, name) for r in graphed.requests] == [getattr(r, name) for r in eager.requests]
+    (steps_of, _, chosen), (wanted, _, selected) = told(heard), told(expected)
+    assert sorted(steps_of, key=lambda step: step[1]) == sorted(wanted, key=lambda step: step[1])
+    assert chosen == selected
 
 
 DELAYED = CONFIG.replace(trigger_delay=1)

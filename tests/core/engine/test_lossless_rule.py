@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sfi_core.engine.lossless import DraftRule, best_length, matching, until_stop
+from sfi_core.engine.lossless import Costs, DraftRule, best_length, matching, until_stop
 from sfi_core.hosts.transformers.cache import RaggedRow
-from sfi_core.settings.config import DraftConfig
+from sfi_core.hosts.transformers.decoder import draft_cost
+from sfi_core.settings.config import DraftConfig, SfiConfig
+from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
 
 STOP = 7
@@ -17,7 +19,7 @@ PLAIN = DraftConfig(max_tokens=4, adaptive=False)
 def reason(config=PLAIN, *, tokens=(1, 2), drafted=1, room=50, planned="", **more):
     state = RequestState(tokens=list(tokens), drafted=drafted, **more)
     rule = DraftRule(config=config, stop_ids=frozenset([STOP]))
-    return rule.reason(state, room, planned)
+    return rule.reason(state, room, planned, rule.limit(state))
 
 
 def test_a_draft_ends_for_one_reason():
@@ -32,6 +34,10 @@ def test_a_draft_ends_for_one_reason():
     assert reason(drafted=3) == ""
 
 
+def share(cost):
+    return Costs(cost, lambda _: 1.0)
+
+
 def cycle(rate, cost, k):
     """Expected tokens over costs, by the chance of every outcome."""
     outcomes = [(rate**kept * (1 - rate), kept + 1) for kept in range(k)] + [(rate**k, k + 1)]
@@ -42,27 +48,42 @@ def cycle(rate, cost, k):
 @pytest.mark.parametrize("rate", [0.3, 0.8, 0.95, 0.999])
 @pytest.mark.parametrize("cost", [0.05, 0.4, 0.95])
 def test_no_other_length_gives_more_tokens_for_the_cost(rate, cost):
-    best = best_length(rate, cost, 16)
+    best = best_length(rate, share(cost), 16)
     assert all(cycle(rate, cost, k) <= cycle(rate, cost, best) + 1e-12 for k in range(1, 17))
 
 
 def test_rejections_shorten_drafts_and_dear_drafts_are_shorter():
     state = RequestState(length=1000, tokens=[1])
-    rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: 0.3)
-    assert rule.limit(state) == 16
-    state.tally.count_verification(16, 3)
+    rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: share(0.3))
+    assert rule.limit(state) == 15
+    state.tally.count_verification(15, 3)
     few = rule.limit(state)
     state.tally.count_verification(8, 0)
-    assert rule.limit(state) < few < 16
-    dear = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: 0.9)
+    assert rule.limit(state) < few < 15
+    dear = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: share(0.9))
     assert dear.limit(state) < rule.limit(state)
 
 
 def test_what_choosing_reads_makes_drafts_shorter():
     state = RequestState(length=1000, tokens=[1], packed_tokens=40, recent_start=1000)
     state.tally.count_verification(16, 12)
-    rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: read / length)
+    rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: share(read / length))
     assert replace(rule, selecting=lambda one: one.length / 2).limit(state) < rule.limit(state)
+
+
+def test_on_a_gpu_launches_and_tiles_of_queries_shorten_drafts():
+    """Of Qwen3-0.6B at 8K, whose steps are mostly launches; of 4B at 8 x 32K, where 17 queries need a larger tile."""
+    small = ByteModel(weight_bytes=1.2e9, batch=1, row_bytes=28 * 4096, heads=28 * 8, layers=28)
+    large = ByteModel(weight_bytes=8e9, batch=8, row_bytes=36 * 4096, heads=36 * 8, layers=36)
+
+    def longest(model, context, group, *, most=15, gpu=True):
+        config = SfiConfig().replace(draft={"max_tokens": most})
+        costs = draft_cost(model, config, group, refreshes=False, gpu=gpu)(context, 2308.0)
+        return best_length(0.98, costs, most)
+
+    assert longest(small, 8192, 2) < longest(small, 8192, 2, gpu=False)
+    assert 8 < longest(large, 32768, 4) < longest(large, 32768, 4, gpu=False)
+    assert longest(large, 32768, 4, most=16) == 8
 
 
 def test_what_is_kept_ends_at_the_first_other_token_and_at_a_stop_token():

@@ -34,7 +34,7 @@ STEPS = 20
 DRAFTS = {
     "1": {"max_tokens": 1, "adaptive": False},
     "4": {"max_tokens": 4, "adaptive": False},
-    "16 to the boundary": {"adaptive": False},
+    "to the boundary": {"adaptive": False},
     "adaptive": {},
 }
 DRAFTERS = ("sfi", "codescan", "quest", "streaming-llm", "snapkv")
@@ -46,7 +46,7 @@ SAMPLINGS = {
 }
 
 
-def run(label, rows, *, policy="sfi", draft="16 to the boundary", **options):
+def run(label, rows, *, policy="sfi", draft="to the boundary", **options):
     config = options.pop("config", SMALL).replace(draft=DRAFTS[draft])
     engine = replace(options.pop("engine", DEFAULTS), lossless=options.pop("lossless", True))
     settings = {"stop_token_ids": (), "max_new_tokens": STEPS, "engine": engine, **options}
@@ -78,8 +78,8 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
     wanted, record = full("qwen3"), Drafts.record
     draw = random.Random(0)
 
-    def told(drafts, token_X, logits_XV):
-        place, changed = 0, list(token_X)
+    def told(drafts, picks, logits_XV, **chained):
+        place, changed = 0, picks.host_2X[0].tolist()
         for state, block in zip(drafts.run.requests, drafts.blocks, strict=True):
             if block is not None and not block.reason:
                 right = wanted[state.request][len(state.tokens)]
@@ -87,7 +87,8 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
                 ways = {"random": draw.randrange(300), "wrong": wrong, "right": right}
                 changed[place] = ways[drafter]
             place += len(block.tokens) if block else 0
-        return record(drafts, changed, logits_XV)
+        host_2X = torch.stack([torch.tensor(changed), picks.host_2X[1]])
+        return record(drafts, replace(picks, host_2X=host_2X), logits_XV, **chained)
 
     monkeypatch.setattr(Drafts, "record", told)
     result = run("qwen3", ROWS, draft="4")
@@ -333,7 +334,8 @@ def test_a_drafting_step_costs_what_choosing_reads_and_a_verification_what_it_re
     state = RequestState(length=400, recent_start=394, prompt_tokens=100)
     assert rules["sfi"].selecting(state) == 0 < rules["quest"].selecting(state)
     costs = {policy: rule.cost(400.0, 20.0) for policy, rule in rules.items()}
-    assert costs["sfi"] < costs["quest"] == costs["codescan"]
+    shares = {policy: cost.fast / cost.verification(15) for policy, cost in costs.items()}
+    assert shares["sfi"] < shares["quest"] == shares["codescan"]
 
 
 def test_a_seed_that_was_drawn_is_told():

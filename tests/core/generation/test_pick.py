@@ -51,12 +51,13 @@ def test_positions_of_a_pass_get_the_tokens_of_steps(sampling: Sampling, ids: to
     sampler, known = Sampler(sampling, ids, seed=4), [0] * B
     for counts in ((3, 1, 0), (2, 4, 5)):
         places = [(row, offset) for row in (2, 0, 1) for offset in reversed(range(counts[row]))]
-        picked = sampler.pick(
+        picks = sampler.draw(
             torch.stack([logits_SBV[known[row] + offset, row] for row, offset in places]),
             [row for row, _ in places],
             [offset for _, offset in places],
             [expected[row][known[row] : known[row] + offset] for row, offset in places],
         )
+        picked = sampler.read(picks)
         assert picked == [expected[row][known[row] + offset] for row, offset in places]
         sampler.advance([expected[row][known[row] : known[row] + counts[row]] for row in range(B)])
         known = [have + count for have, count in zip(known, counts, strict=True)]
@@ -84,14 +85,14 @@ def test_a_gpu_picks_the_tokens_of_the_cpu(ids: torch.Tensor, logits_SBV: torch.
     assert stepped(sampling, ids.cuda(), logits_SBV.cuda()) == expected
     sampler = Sampler(sampling, ids.cuda(), seed=4)
     tail = [expected[1][:offset] for offset in range(STEPS)]
-    picked = sampler.pick(logits_SBV[:, 1].cuda(), [1] * STEPS, range(STEPS), tail)
+    picked = sampler.read(sampler.draw(logits_SBV[:, 1].cuda(), [1] * STEPS, range(STEPS), tail))
     assert picked == expected[1]
 
 
 def test_picking_notes_nothing(ids: torch.Tensor, logits_SBV: torch.Tensor):
     sampling = Sampling(temperature=1.0, repetition_penalty=1.5)
     sampler = Sampler(sampling, ids, seed=4)
-    sampler.pick(logits_SBV[:, 1], [1] * STEPS, range(STEPS), [[3] * x for x in range(STEPS)])
+    sampler.read(sampler.draw(logits_SBV[:, 1], [1] * STEPS, range(STEPS), [[3] * x for x in range(STEPS)]))
     expected = [row[0] for row in stepped(sampling, ids, logits_SBV)]
     assert sampler(logits_SBV[0], RUNNING) == expected
 
@@ -103,7 +104,7 @@ def test_a_broken_position_is_named_with_its_own_step(ids: torch.Tensor, bad: fl
     logits_XV = torch.randn(2, V)
     logits_XV[1, 5] = bad
     with pytest.raises(NumericsError) as caught:
-        sampler.pick(logits_XV, [1, 2], [0, 3], [(), (1, 1, 1)])
+        sampler.read(sampler.draw(logits_XV, [1, 2], [0, 3], [(), (1, 1, 1)]))
     assert str(caught.value) == ("logits must be finite, got NaN or infinity at step 4 in request 12")
 
 
