@@ -63,7 +63,7 @@ def refuse_waiting() -> Iterator[None]:
     """
     before, thread, seen, waits = torch.cuda.get_sync_debug_mode(), get_ident(), Operators(), list[str]()
 
-    def note(message: Warning | str, *_: Any) -> None:
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "called a synchronizing" in str(message) and get_ident() == thread:
             waits.append(f"{seen.last or 'a wait'} {asked_by(traceback.walk_stack(inspect.currentframe()))}")
 
