@@ -27,10 +27,10 @@ from sfi_core.sizes.step import ByteModel
 from sfi_core.state.side_stream import stream_of
 from sfi_kernels.pack import pack
 from tests.core.conftest import tiny_qwen3
-from tests.core.engine.test_graphs import CONFIG
 from tests.cuda_clocks import Device
 from tests.fake_graph import FakeRecorder, use_tensors
 from tests.fakes import Listener, RecordingObserver
+from tests.replays import CONFIG
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands for CUDA")
 CUDA = torch.device("cuda:0")
