@@ -50,7 +50,7 @@ def test_steps_over_two_tiers_can_be_replayed(complete, recorder, policy):
         "policy": policy, "config": EVERY_STEP.replace(recent=16, budget=4), "max_new_tokens": 8, "prompts": prompts
     }  # fmt: skip
     if policy in ("codescan", "freekv", "quest"):
-        options |= {"name": "small", "prompts": PROMPTS[:2]}
+        options |= {"name": "small", "prompts": PROMPTS[:2], "max_new_tokens": 5}
     tiers = "70kB" if policy in ("sfi", "snapkv", "streaming-llm") else "1MB"  # without room for a layer
     graphed, eager = (complete(graphs, tiers=tiers, **options) for graphs in (True, False))
     whole = complete(False, **options)
