@@ -3,6 +3,7 @@
 A tape holds every aten op and every Triton launch with the very tensors that it had, and playing it writes
 into the same memory. So a number that the step took from the host is on the tape for good, as in a graph,
 and what a graph cannot hold is refused: a look at a tensor's values, and values that come from the host.
+Calls of other ranks are on the tape too: playing it calls them again.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,6 +12,8 @@ from threading import get_ident
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -34,6 +37,7 @@ WAITS = {
     aten.equal.default,
     aten._linalg_eigh.default,  # noqa: SLF001 - looks whether it converged
 }
+SPLIT = (DTensor, AsyncCollectiveTensor)
 FROM_HOST = {aten.lift_fresh.default}
 LOOKS = ("item", "tolist", "numpy", "cpu")
 MOST = 17  # tokens that a request verifies
@@ -46,18 +50,23 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._host = host
         self.played: list[Callable[[], None]] = []
+        self.refused: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, SPLIT) for kind in types):
+            return NotImplemented  # it works with tensors of its own
         kwargs = kwargs or {}
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         masks = func is aten.index.Tensor and any(x.dtype == torch.bool for x in given[1:])
         if func in WAITS or masks:
-            raise BackendError(f"{func} waits for the device")
+            self.refused.append(f"{func} waits for the device")
         if func in FROM_HOST and not self._host:
-            raise BackendError(f"{func} takes values from the host")
+            self.refused.append(f"{func} takes values from the host")
         made = func(*args, **kwargs)
         outs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-        if func._schema.is_mutable:  # noqa: SLF001
+        if func.namespace == "c10d":  # it writes to what it is given
+            self.played.append(lambda: func(*args, **kwargs)[1].wait())  # noqa: PLW0108 - a call each time
+        elif func._schema.is_mutable:  # noqa: SLF001
             self.played.append(lambda: func(*args, **kwargs))
         elif not {memory(x) for x in outs} & {memory(x) for x in given}:  # otherwise a view
             self.played.append(lambda: again(outs, func(*args, **kwargs)))
@@ -75,7 +84,7 @@ def memory(tensor: torch.Tensor) -> int:
 def again(outs: list[torch.Tensor], made) -> None:
     news = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
     for out, new in zip(outs, news, strict=True):
-        out.copy_(new)
+        out.copy_(torch.ops._c10d_functional.wait_tensor(new))  # noqa: SLF001 - of another rank, perhaps
 
 
 class FakeRecorder:
@@ -99,7 +108,7 @@ class FakeRecorder:
 
     @contextmanager
     def refusing(self, tape: Tape) -> Iterator[Tape]:
-        """Put what is done inside on a tape, and refuse looks at the device."""
+        """Put what is done inside on a tape, and refuse looks at the device, once all is done."""
         self._tape = tape
         try:
             with tape, pytest.MonkeyPatch.context() as patch:
@@ -108,6 +117,8 @@ class FakeRecorder:
                 yield tape
         finally:
             self._tape = None
+        if tape.refused:
+            raise BackendError(tape.refused[0])
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(recorder, "can_record", lambda _: True)
@@ -139,7 +150,7 @@ class FakeRecorder:
         def refuse(tensor: torch.Tensor, *args, **kwargs):
             # another thread, a trace's writer, may look at its own tensors meanwhile
             if self._tape is not None and get_ident() == recording:
-                raise BackendError(f"{name} waits for the device")
+                self._tape.refused.append(f"{name} waits for the device")
             return look(tensor, *args, **kwargs)
 
         return refuse

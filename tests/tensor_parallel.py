@@ -1,8 +1,8 @@
 """Runs that `tests/core/distributed/test_tensor_parallel.py` makes in one process and on two ranks.
 
-As a script, it is both ranks: `python tests/tensor_parallel.py works|hangs FOLDER` starts them as forks of one
-process, which has imported all they need. Ranks that work record a trace too, by the command line; then the first
-one dies.
+As a script, it is both ranks: `python tests/tensor_parallel.py works|others|hangs FOLDER` starts them as forks of
+one process, which has imported all they need. Ranks that work replay steps and record a trace too, by the command line;
+then the first one dies. Others run the other cases.
 """
 
 import json
@@ -11,11 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -23,11 +25,13 @@ from benchmarks.train_bundled import build_tokenizer
 from sfi_cli import app
 from sfi_core import EngineOptions, Sampling, SfiConfig, generate, load, slow_fast
 from sfi_core.distributed.ranks import ALONE, Ranks, ranks_of
+from sfi_core.engine.graphs.buffers import StepBuffers
 from sfi_core.engine.run import Run
 from sfi_core.errors import SfiError
 from sfi_core.generation.sampling import Sampler
 from tests.architectures import BY_LABEL, padded, prompts
-from tests.fakes import RecordingObserver
+from tests.fake_graph import FakeRecorder, use_tensors
+from tests.fakes import Listener
 
 MODELS = ("llama", "qwen3-moe", "gemma-3", "qwen3.5")
 MORE_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -49,12 +53,15 @@ class Case:
     config: SfiConfig = CONFIG
     options: dict[str, Any] = field(default_factory=dict)
     hosted: bool = False  # by `model.generate` under `slow_fast`
+    lengths: Sequence[int] = LENGTHS
 
 
 LOSSLESS = EngineOptions(lossless=True)
 CASES = {
-    **{f"{label} default": Case(label) for label in MODELS},
+    "llama default": Case("llama"),
     "llama paper": Case("llama", PAPER),
+    "hosted sampled": Case("llama", options={"do_sample": True, "temperature": 1.5}, hosted=True),
+    **{f"{label} default": Case(label) for label in MODELS[1:]},
     "bundled": Case("", CONFIG.replace(budget=24, t_max=3)),
     "sampled": Case("llama", options={"sampling": Sampling(temperature=1.5), "seed": 3}),
     "chunks": Case("llama", options={"engine": EngineOptions(prefill_chunk=16)}),
@@ -64,9 +71,10 @@ CASES = {
     ),
     "lossless codescan": Case("llama", options={"engine": LOSSLESS, "policy": "codescan"}),
     "hosted": Case("qwen3-moe", hosted=True),
-    "hosted sampled": Case("llama", options={"do_sample": True, "temperature": 1.5}, hosted=True),
     **{policy: Case("llama", options={"policy": policy}) for policy in ("random-k", "quest")},
 }
+WORKS = [*CASES][:3]
+GRAPHED = ("sfi", "codescan", "full-kv", "hosted")
 
 
 def save_models(folder: Path) -> None:
@@ -90,13 +98,14 @@ def _save(model, folder: Path) -> None:
 
 
 def complete(case: Case, model) -> dict:
-    """Run a case; return its tokens, its slow steps and the positions of every selection by KV head."""
-    seen = RecordingObserver()
-    rows = prompts(*LENGTHS)
+    """Run a case; return its tokens, its steps and the positions of every selection by KV head."""
+    seen = Listener()
+    rows = prompts(*case.lengths)
     if case.hosted:
         torch.manual_seed(7 + int(os.environ.get("RANK", "0")))  # the first rank's counts
-        with slow_fast(model, None, case.config, observers=[seen]) as session:
-            model.generate(**padded(rows), max_new_tokens=STEPS, **case.options)
+        options = dict(case.options)
+        with slow_fast(model, None, case.config, observers=[seen], engine=options.pop("engine", None)) as session:
+            model.generate(**padded(rows), max_new_tokens=STEPS, **options)
             report = session.report
     else:
         options = {"max_new_tokens": STEPS, "stop_token_ids": (), **case.options}
@@ -105,6 +114,9 @@ def complete(case: Case, model) -> dict:
     return {
         "tokens": [request.token_ids for request in report.requests],
         "slow_at": [request.slow_at for request in report.requests],
+        "steps": [(e.step, e.request, e.position, e.reason, e.attended_tokens) for e in seen.steps],
+        "paths": report.paths,
+        "eager": [report.not_compiled, report.not_replayed],
         "selected": {
             f"request {event.request} step {event.step} layer {event.layer}": event.index_HK.tolist()
             for event in seen.selections
@@ -112,16 +124,56 @@ def complete(case: Case, model) -> dict:
     }
 
 
-def every_case(folder: Path) -> dict:
-    """Run all cases, each model loaded once."""
+def some_cases(folder: Path, names: Sequence[str]) -> dict:
+    """Run cases, each model loaded once."""
     models: dict[str, Any] = {}
     found = {}
-    for name, case in CASES.items():
+    for name in names:
+        case = CASES[name]
         if case.model not in models:
             source = str(folder / case.model) if case.model else None
             models[case.model] = load(source, device="cpu")[0]
         found[name] = complete(case, models[case.model])
     return found
+
+
+@contextmanager
+def taped() -> Iterator[pytest.MonkeyPatch]:
+    """Let a tape stand for graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        FakeRecorder().install(patch)
+        use_tensors(patch)
+        yield patch
+
+
+def replayed(model, policy: str, *, graphs: bool | None) -> dict:
+    """Run on the backend that has graphs, with or without them."""
+    engine = EngineOptions(backend="triton", graphs=graphs)
+    if policy == "hosted":
+        return complete(Case("llama", options={"engine": engine}, hosted=True), model)
+    options = {"policy": policy, "engine": engine, "page_size": 16}
+    if policy == "codescan":  # with the kernels that choose
+        return complete(Case("llama", options={**options, "max_new_tokens": 5}, lengths=(20, 9)), model)
+    return complete(Case("llama", options=options), model)
+
+
+def every_replay(model, rank: int) -> dict[str, list[dict]]:
+    """Run policies without graphs and with them, and where the last rank's model waits for the device."""
+    with taped():
+        found = {policy: [replayed(model, policy, graphs=graphs) for graphs in (False, True)] for policy in GRAPHED}
+        with waiting(model, rank):
+            found["given up"] = [found["sfi"][0], replayed(model, "sfi", graphs=None)]
+    return found
+
+
+def waiting(model, rank: int):
+    """Let the last rank look at a tensor in every pass; returns the hook, which is a context."""
+
+    def look(_, args) -> None:
+        if rank:
+            args[0].sum().item()
+
+    return model.model.norm.register_forward_pre_hook(look)
 
 
 def every_refusal(folder: Path) -> dict[str, str]:
@@ -146,6 +198,17 @@ def every_refusal(folder: Path) -> dict[str, str]:
         with slow_fast(model, None, CONFIG):
             model.generate(torch.tensor([[1, 2, 3 + rank]]), max_new_tokens=4)
 
+    def kinds() -> None:
+        kind = StepBuffers.kind.fget
+        with taped() as patch:
+            if rank:
+                patch.setattr(StepBuffers, "kind", property(lambda step: kind(step)._replace(chooses=True)))
+            run(engine=EngineOptions(backend="triton"))
+
+    def recording() -> None:
+        with taped(), waiting(model, rank):
+            run(engine=EngineOptions(backend="triton", graphs=True))
+
     mistakes: dict[str, Callable[[], Any]] = {
         "checkpoints": lambda: load(str(folder / ("llama-trained-on" if rank else "llama")), device="cpu"),
         "missing": lambda: load(str(folder / ("nowhere" if rank else "llama")), device="cpu"),
@@ -158,6 +221,8 @@ def every_refusal(folder: Path) -> dict[str, str]:
         "seed": lambda: run(seed=rank),
         "length": lambda: run(max_new_tokens=4 + rank),
         "graphs": lambda: run(engine=EngineOptions(graphs=True)),
+        "kinds": kinds,
+        "recording": recording,
         "hosted": hosted,
         "hosted tokens": lambda: ranks_of(model).same_tokens(torch.tensor([5 + rank])),
         "numerics": broken,
@@ -215,10 +280,14 @@ def be_rank(rank: int, mode: str, folder: Path) -> None:
         os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
     if mode == "hangs":
         lose_a_rank(mode)
-    found = {"cases": every_case(folder), "refusals": every_refusal(folder)}
-    model, _ = load(str(folder / "llama"), device="cpu")
-    found["picked"] = picked(rank, ranks_of(model))
-    (folder / f"rank-{rank}.json").write_text(json.dumps(found))
+    found = {"cases": some_cases(folder, WORKS if mode == "works" else [*CASES][len(WORKS) :])}
+    if mode == "works":
+        found["refusals"] = every_refusal(folder)
+        model, _ = load(str(folder / "llama"), device="cpu")
+        found |= {"picked": picked(rank, ranks_of(model)), "replays": every_replay(model, rank)}
+    (folder / f"{mode}-{rank}.json").write_text(json.dumps(found))
+    if mode == "others":
+        return
     sfi("trace", "record", "-o", str(folder / "run"), "--json", "-n", "6", "--audit", "5", "--quiet")
     lose_a_rank("dies")
 

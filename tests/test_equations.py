@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def numbers(citation: str) -> set[int]:
     return found
 
 
+@cache
 def first_lines() -> dict[str, str]:
     """Map `file:function` to the first line of its docstring."""
     lines = {}

@@ -88,12 +88,17 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def graph() -> dict[str, set[str]]:
     """Map each module to those it imports; imports in functions and for type checkers count."""
     known, found = modules(), {}
     for module, path in known.items():
         names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -114,7 +119,7 @@ def sources(package: str) -> list[Path]:
 
 def imported(path: Path) -> set[str]:
     """List the top-level packages that a file imports, at the top or inside a function."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
     return {name.split(".")[0] for name in names}
@@ -266,7 +271,7 @@ def used_names(node: ast.AST) -> list[str]:
 
 def private_names(path: Path):
     """List the private names that a file uses and does not define."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_own(node)}
     for name in (name for node in nodes for name in used_names(node)):

@@ -40,9 +40,9 @@ class Ranks:
         """Return every rank's tensor, stacked in front: [size, ...], the same on every rank."""
         if self.size == 1:
             return tensor[None]
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.group)
-        return torch.stack(parts)
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather([*gathered], tensor.contiguous(), group=self.group)
+        return gathered
 
     def settle(self, bits_RX: torch.Tensor) -> torch.Tensor:
         """Return the first rank's rows, except row 1: 1 where every rank is fine; one collective.
@@ -86,7 +86,10 @@ class Ranks:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Raise the first rank's `SfiError` on every rank, named unless all have it; inside, no rank calls another."""
+        """Raise the first rank's `SfiError` on every rank, named unless all have it.
+
+        Inside, a rank that fails makes all calls of other ranks first, or they would wait for it.
+        """
         error: SfiError | None = None
         try:
             yield

@@ -1,7 +1,7 @@
 """Settings of the engine, of the audit and of sampling. No torch: the command line imports this."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
 
@@ -65,12 +65,6 @@ class EngineOptions(Table):
         Table.__post_init__(self)
         if self.kv_device_budget is not None:
             DeviceBudget.parse(self.kv_device_budget)
-
-    def on_several_ranks(self) -> "EngineOptions":
-        """Return the options without overlap: ranks call each other by layer; raise `ConfigError` for `graphs` True."""
-        if self.graphs:
-            raise ConfigError("graphs must be off under tensor parallelism, got graphs=True")
-        return replace(self, overlap=False)
 
 
 DEFAULTS = EngineOptions()

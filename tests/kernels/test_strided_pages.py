@@ -10,6 +10,7 @@ from sfi_kernels.pack import append, pack, pack_layers, recall
 from sfi_kernels.pages import read_pages
 from sfi_kernels.partial_attention import partial_attention
 from sfi_kernels.step_descriptor import FAST, SLOW, StepRequest, describe_step
+from tests.covering import case
 from tests.fakes import error_bound, int32, kernel_device, paged, plain_attention
 
 H, G, N, D, S = 2, 2, 16, 16, 12
@@ -176,12 +177,16 @@ WITH_KERNEL = (
 )  # fmt: skip
 ON_CPU = (attends_with_logits, verifies, packs_layers)
 CASES = [
-    ("torch", run, layout, E)
+    case("torch", run, layout, E, kept=True)
     for run in (*WITH_KERNEL, *ON_CPU)
     for layout, E in ((halves, D), (tokens_first, 24), (transposed_keys, 24))
 ]
 # what a kernel takes: the numbers of a row lie together
-CASES += [("triton", run, layout, E) for run in WITH_KERNEL for layout, E in ((halves, D), (tokens_first, 24))]
+CASES += [
+    case("triton", run, layout, E, kept=layout is tokens_first)
+    for run in WITH_KERNEL
+    for layout, E in ((halves, D), (tokens_first, 24))
+]
 
 
 @pytest.mark.parametrize(("backend", "run", "layout", "E"), CASES, ids=lambda x: getattr(x, "__name__", x))

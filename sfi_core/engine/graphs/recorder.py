@@ -1,11 +1,15 @@
 """Records work on the device as a CUDA graph."""
 
 import gc
+import inspect
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import get_ident
+from types import FrameType
+from typing import Any
 
 import torch
 
@@ -33,7 +37,7 @@ class CudaRecorder:
         outer = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer)
         with torch.cuda.stream(self._stream):
-            work()  # compiles kernels and lets libraries allocate their workspaces
+            work()  # compiles kernels, lets libraries allocate their workspaces, and connects ranks
             with refuse_waiting():
                 work()
         outer.wait_stream(self._stream)
@@ -44,38 +48,43 @@ class CudaRecorder:
             with no_collection(), held:
                 work()
         except RuntimeError as error:
-            first = str(error).strip().partition("\n")[0]
+            first, frames = str(error).strip().partition("\n")[0], reversed([*traceback.walk_tb(error.__traceback__)])
             raise BackendError(
-                f"a decoding step must fit a CUDA graph, got {first!r} {asked_by(error)}; {ADVICE}"
+                f"a decoding step must fit a CUDA graph, got {first!r} {asked_by(frames)}; {ADVICE}"
             ) from error
         return graph.replay
 
 
 @contextmanager
 def refuse_waiting() -> Iterator[None]:
-    """Raise `BackendError` for operations in the body that wait for the device: a graph cannot hold them."""
-    before = torch.cuda.get_sync_debug_mode()
+    """Raise `BackendError` behind a body whose operations waited for the device: a graph cannot hold them.
+
+    The body ends first: other ranks wait for this one in the next collective.
+    """
+    before, thread, seen, waits = torch.cuda.get_sync_debug_mode(), get_ident(), Operators(), list[str]()
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "called a synchronizing" in str(message) and get_ident() == thread:
+            waits.append(f"{seen.last or 'a wait'} {asked_by(traceback.walk_stack(inspect.currentframe()))}")
+
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the warning that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    seen = Operators()
-    try:
-        with seen:
-            yield
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with seen:
+                yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if waits:
         raise BackendError(
-            "a decoding step must not wait for the device to run as a CUDA graph, got "
-            f"{seen.last or 'a wait'} {asked_by(error)}; {ADVICE}"
-        ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+            f"a decoding step must not wait for the device to run as a CUDA graph, got {waits[0]}; {ADVICE}"
+        )
 
 
-def asked_by(error: BaseException) -> str:
-    """Name the innermost module of a model that an error came through, and its line."""
-    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+def asked_by(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """Name the first module of a model among frames, innermost first, and its line."""
+    for frame, line in frames:
         module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module):
             file = Path(frame.f_code.co_filename).name

@@ -166,11 +166,15 @@ class StepGraphs:
 
     def _do(self, kind: Kind) -> StepGraph:
         if kind not in self._graphs:
+            ranks = self._run.ranks
+            ranks.check_same({"kind of step": kind})
             if self._needed is not None and kind not in self._needed:
                 self._needed.add(kind)
                 return self._run_once()
             try:
-                self._graphs[kind] = self._run_once(records=True)
+                with ranks.agreed():
+                    recorded = self._run_once(records=True)
+                self._graphs[kind] = recorded
             except BackendError as error:
                 if self._required:
                     raise

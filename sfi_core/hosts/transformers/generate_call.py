@@ -199,7 +199,8 @@ def _generate(session: Session, generate: Callable[..., Any], kwargs: dict[str, 
             check_fits(expected, session.model.device, two_tier=session.tiers is not None)
     if session.ranks.size > 1:
         ids = None if prompt is None else prompt.tolist()
-        session.ranks.check_same({"prompts": ids, "config": session.config, "settings": settings})
+        facts = {"prompts": ids, "config": session.config, "settings": settings, "engine": session.engine}
+        session.ranks.check_same(facts)
         session.ranks.share_seed(session.model.device)
     for name in (OLD_NAME, CACHE_NAME):
         kwargs.pop(name, None)

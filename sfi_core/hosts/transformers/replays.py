@@ -57,6 +57,9 @@ class Replays:
             self._captures = self._tables is not None
         elif recorder.can_record(session.model.device) and session.engine.graphs is not False:
             self._missed = str(refusal(session) or "")
+        told = session.ranks.exchange((self._captures, self._missed))  # every rank, or none
+        self._captures = all(captures for captures, _ in told)
+        self._missed = next((missed for _, missed in told if missed), "")
 
     def model(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None = None, *, last: bool,
@@ -193,6 +196,7 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
         return None, ""
     windows = any(shape.window for shape in session.shapes())
     reasons = {
+        "tensor parallelism, whose ranks add up sums within a layer": session.ranks.size > 1,
         **common_reasons(session),
         "layers with a state": any(shape.state_bytes for shape in session.shapes()),
         "kv_device_budget": session.tiers is not None,
@@ -241,7 +245,6 @@ def refusal(session: Session) -> BackendError | ConfigError | None:
 def common_reasons(session: Session) -> dict[str, bool]:
     """Return what neither a graph nor a compiled step can do, and whether a session asks for it."""
     return {
-        "tensor parallelism, whose ranks call each other": session.ranks.size > 1,
         "an audit of every step": session.audit is not None and session.audit.every == 1,
         "spans inside the step, as trace.spans=true records": EVERY_SPAN in session.observer.wants,
     }

@@ -63,7 +63,7 @@ class Session:
         self.ranks = ranks_of(model)
         if self.ranks.size > 1:
             check_split(model.config, model.tp_plan, self.ranks.size)
-            engine = engine.on_several_ranks()
+            engine = replace(engine, overlap=False)  # all calls of other ranks in one order
         self.trigger_token_ids = resolve_triggers(tokenizer, config, needed=policy_class(policy).triggered)
         trigger = Trigger(frozenset(self.trigger_token_ids), config)
         checks.check_supported(model)

@@ -9,7 +9,7 @@ from tests.covering import case
 from tests.fakes import RecordingObserver, positions
 from tests.watched import four_heads
 
-NEW = {"freekv": 5}  # which selects at every step, twice: the interpreter is slow
+NEW = {"freekv": 3}  # which selects at every step, twice: the interpreter is slow
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 EVEN = {"heads": "even", "stride": 3}
 PAGES = {"page": 8, "tau": 0.2, "first_layer_dense": False}

@@ -19,8 +19,8 @@ from sfi_kernels.launch import name_of
 from tests.architectures import WORKS
 from tests.architectures import tiny as tiny_architecture
 from tests.core.conftest import TINY
-from tests.core.engine.test_graphs import CONFIG
 from tests.fake_graph import FakeRecorder, use_tensors
+from tests.replays import CONFIG
 
 pytest.importorskip("triton")
 from triton.runtime.interpreter import GridExecutor

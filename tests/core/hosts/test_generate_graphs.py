@@ -10,11 +10,11 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import session
 from sfi_core.hosts.transformers.cache import CACHE_NAME
 from tests.architectures import prompts, tiny
-from tests.core.engine.test_graphs import CONFIG, told
 from tests.core.hosts.test_session import Numbers, StopAfter
 from tests.covering import first
 from tests.fake_graph import FakeRecorder, use_tensors
 from tests.fakes import Listener
+from tests.replays import CONFIG, told
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on CPU tensors; test_on_a_gpu.py has the real thing")
 IDS, MASK = left_pad(prompts(40, 21), torch.device("cpu"))
