@@ -173,7 +173,10 @@ class Summary(Reading):
     def ask(self, rng: random.Random) -> tuple[Sequence[str], str, str, tuple[str, ...]]:
         """See `Reading`."""
         values = [rng.choice(choices) for _, choices in DECISIONS]
-        told = [f"The town council decided that {what.format(value)}." for (what, _), value in zip(DECISIONS, values)]
+        told = [
+            f"The town council decided that {what.format(value)}."
+            for (what, _), value in zip(DECISIONS, values, strict=True)
+        ]
         ask = "Sum up in one sentence each what the town council decided: library, bridge, festival and mill."
         return told, ask, "The town council decided four things. First,", tuple(values)
 
