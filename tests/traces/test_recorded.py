@@ -120,7 +120,7 @@ def test_lambda_star_is_that_of_the_models_own_attention_weights():
     result, _ = recorded(5000)
     model, _ = load()
     model.set_attn_implementation("eager")
-    seen = 0
+    seen, selections = 0, rows(5000, "selections")
     for request, prompt in enumerate(prompts()):
         report = result.report.requests[request]
         for step in report.slow_at:
@@ -128,7 +128,7 @@ def test_lambda_star_is_that_of_the_models_own_attention_weights():
             with torch.no_grad():
                 output = model(ids, output_attentions=True, use_cache=True)
             length = ids.shape[1]
-            for row in rows(5000, "selections"):
+            for row in selections:
                 if (row["request"], row["step"]) != (request, step):
                     continue
                 layer, head = row["layer"], row["head"]

@@ -1,6 +1,8 @@
 """What a replay says was kept, against sets and loops."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -265,28 +267,30 @@ def test_the_front_holds_what_nothing_else_beats():
 
 
 @pytest.fixture(scope="module")
-def bundled_runs(tmp_path_factory) -> dict[str, Trace]:
-    """The bundled checkpoint with full attention and with SFI; the audit records every position."""
-    model, tokenizer = load()
-    with small_example():
-        example = load_example()
-    traces = {}
-    for policy in ("full-kv", "sfi"):
+def bundled_run(tmp_path_factory) -> Callable[[str], Trace]:
+    """Run the bundled checkpoint under a policy, once; the audit records every position."""
+
+    @cache
+    def run(policy: str) -> Trace:
+        model, tokenizer = load()
+        with small_example():
+            example = load_example()
         folder = tmp_path_factory.mktemp("bundled") / policy
         with ParquetObserver(folder, tokenizer=tokenizer, positions=True) as observer:
             sfi_core.generate(
                 model, tokenizer, [example.prompt], example.config, policy=policy, max_new_tokens=40,
                 observers=[observer], audit=AuditConfig(every=1, top=9000),
             )  # fmt: skip
-        traces[policy] = Trace.open(folder)
-    return traces
+        return Trace.open(folder)
+
+    return run
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("source", first(["full-kv", "sfi"]))
-def test_a_real_run_measures_what_was_predicted(bundled_runs, source):
+def test_a_real_run_measures_what_was_predicted(bundled_run, source):
     """All positions are recorded, so that both bounds are one; the Selector picks almost the Top-K."""
-    trace, real = bundled_runs[source], bundled_runs["sfi"]
+    trace, real = bundled_run(source), bundled_run("sfi")
     found = compare(Supports.load(trace), trace, real)
     assert found.same_schedule
     assert (found.requests[0]["steps"], found.predicted.fast_steps) == (40, 36)
@@ -318,8 +322,8 @@ def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
     assert 1 < found.measured.reasons[rules["trigger_policy"]] < 22
 
 
-def test_recorded_tokens_give_the_triggers_that_the_tokenizer_gave(bundled_runs):
-    trace = bundled_runs["full-kv"]
+def test_recorded_tokens_give_the_triggers_that_the_tokenizer_gave(bundled_run):
+    trace = bundled_run("full-kv")
     (supports,) = Supports.load(trace)
     found = RecordedVocabulary.of([trace]).trigger_ids(trace.manifest["config"]["triggers"])
     assert found == set(trace.manifest["trigger_token_ids"]) & set(supports.tokens)

@@ -138,8 +138,13 @@ KINDS = {
 }  # fmt: skip
 
 
+KEPT = ("yarn whose config has the extended length", "dynamic", "llama3", "longrope", "by kind of layer")
+
+
 @pytest.mark.seam
-@pytest.mark.parametrize(("model_type", "stated", "rope", "limit"), KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(
+    ("model_type", "stated", "rope", "limit"), [case(*how, kept=kind in KEPT) for kind, how in KINDS.items()], ids=KINDS
+)
 def test_text_of_as_many_positions_as_scaled_rope_has_runs_as_in_transformers(model_type, stated, rope, limit):
     kinds = {"layer_types": ALTERNATE} if "full_attention" in rope else {}
     rope = {kind: dict(own) for kind, own in rope.items()} if kinds else {"rope_theta": 1e4, **rope}
