@@ -6,7 +6,7 @@ whose requests then follow each other in the batch dimension of evidence and sel
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
 # the logits of some queries, and their log-sum-exp over J, if the attention has computed it
+PREDICTED = "predicted"  # the reason of a choice by a predicted query
 Seen = tuple[Callable[[], torch.Tensor], torch.Tensor | None]
 
 
@@ -93,25 +94,65 @@ def choose(
 ) -> tuple[list[Selection], PseudoToken | None]:
     """Let the policy choose what the fast requests read; return what it chose for all rows: the device half.
 
-    `longest` bounds the requests' tokens. A choice for the next step comes second.
+    `longest` bounds the requests' tokens. A choice for the next step comes second. What was chosen early is joined.
     """
+    batch, early = _batch(layer, step, query_BHG1D, longest), layer.run.early.pop(layer.index, None)
+    if early is None:
+        return _choose(layer, batch)
+    layer.run.policy.companion.follow(batch)
+    layer.run.side.wait(layer.index)
+    return early.selections, early.pseudo
+
+
+@dataclass(slots=True)
+class Early:
+    """A choice that `job` makes early; the job holds what it reads, until the layer joins it."""
+
+    job: Callable[[], None] | None = None
+    selections: list[Selection] = field(default_factory=list)
+    pseudo: PseudoToken | None = None
+
+
+def choose_early(layer: Layer, step: StepDescriptor, query: Callable[[], torch.Tensor]) -> None:
+    """Choose as `choose`, for which it waits then, by a predicted `query`, [B, H, G, 1, D], beside what comes between.
+
+    The query is computed beside it, too.
+    """
+    run, early = layer.run, Early()
+
+    def job() -> None:
+        with run.launches():
+            batch = _batch(layer, step, query(), layer.batch_pass.longest, early=True)
+            (chosen,), early.pseudo = _choose(layer, batch)
+        early.selections = [replace(chosen, reason=PREDICTED)]
+
+    early.job, run.early[layer.index] = job, early
+    run.side.run(layer.index, job)
+
+
+def _batch(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int, *, early: bool = False
+) -> BatchContext:
     run, segment = layer.run, layer.run.segment(layer.index)
-    late = run.late.pop(layer.index, None)
+    late = None if early else run.late.pop(layer.index, None)
     if late is not None:
         step = replace(step, new=NewRows(*late, layer.pages.value_PHNE, layer.pages.norm_PHN))
     position_BHS, length_BH = segment.position_BHS, segment.length_BH
     if not layer.in_place:  # the segment has the positions of the rows that it holds
         position_BHS, length_BH = torch.empty_like(position_BHS), torch.empty_like(length_BH)
     near = layer.near
-    batch = BatchContext(
+    return BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
         query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=near.key_PHND, value_PHNE=near.value_PHNE,
         block_table_BP=near.block_table_BP, descriptor=step, position_BHS=position_BHS,
         length_BH=length_BH, scale=layer.logit_options["scale"],
         evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest),
-        kept=run.keep(layer.index, query_BHG1D.shape[2]),
+        kept=run.keep(layer.index, query_BHG1D.shape[2]), early=early,
     )  # fmt: skip
-    choice = run.policy.companion.choose(batch)
+
+
+def _choose(layer: Layer, batch: BatchContext) -> tuple[list[Selection], PseudoToken | None]:
+    choice = layer.run.policy.companion.choose(batch)
     if choice is None:
         return [], None
     if choice.ahead_BHK is None:
@@ -161,6 +202,7 @@ def note_choice(run: Run, layer: int, selections: Sequence[Selection], rows: tup
     elif run.policy.coded:
         run.meter.count(f"{backend}.code_scan", len(rows))
     for selection in selections:
+        run.meter.count(f"{backend}.early_choice", len(rows) * (selection.reason == PREDICTED))
         note(run, (layer,), {row: row for row in rows}, selection)
 
 

@@ -124,7 +124,8 @@ class BatchContext:
     """One layer of a decoding pass: all rows of the batch, no number of the host's; the operands of `code_scan`.
 
     `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast. `kept` is what
-    the policy keeps of the rows. `evidence` computes this step's, of all rows, which reads every key.
+    the policy keeps of the rows. `evidence` computes this step's, of all rows, which reads every key. Of an `early`
+    choice the query is a prediction, and the new keys are not there yet.
     """
 
     backend: str
@@ -140,6 +141,7 @@ class BatchContext:
     scale: float
     evidence: Callable[[], Evidence]
     kept: Any = None
+    early: bool = False
 
     def budget(self, asked: int) -> int:
         """Return a budget of at most as many positions as a request may have."""
@@ -198,6 +200,9 @@ class Companion:
         `position_BHS` and `length_BH` of the fast rows, as `BatchContext.read` does.
         """
         return None
+
+    def follow(self, batch: BatchContext) -> None:
+        """Take in the step's new keys and true queries, once they are there, after an early `choose`."""
 
     def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Any:
         """Allocate what the policy keeps of a layer for `rows` requests of `capacity` tokens at most: `Kept`, or None.
@@ -278,6 +283,11 @@ class Policy:
     def refreshes(cls) -> bool:
         """Say whether slow decoding steps call `select_after`, in layers outside `dense_layers`."""
         return cls.selects_after and not cls.prompt_only
+
+    @property
+    def predicts(self) -> bool:
+        """Whether `choose` is called early, with a query predicted half a layer before the layer attends."""
+        return False
 
     @property
     def companion(self) -> Companion:

@@ -35,7 +35,7 @@ class StepGraph:
     selections: Selections
     recalls: Recalls
     launches: Counter[str]
-    sides: tuple[SideStream, SideStream]  # hold the events that order the graph's streams
+    sides: tuple[SideStream, ...]  # hold the events that order the graph's streams
     replay: Work | None = None
 
     def repeat(self) -> None:
@@ -185,6 +185,7 @@ class StepGraphs:
         # the work uses counters, a ring and events of its own, and no spans
         run, replay, buffers = self._run, None, self._buffers
         kernels, maintenance, observer, side = run.meter.kernels, run.maintenance, run.observer, run.store.side
+        early = run.side
         began = time.perf_counter()
         run.observer = Observers([observer], spans=False)
         try:
@@ -193,10 +194,11 @@ class StepGraphs:
                     replay = self._recorder(self._work)
             else:
                 self._work()
-            sides = run.maintenance.side, run.store.side
+            sides = run.maintenance.side, run.store.side, run.side
             return StepGraph(buffers.selections, buffers.recalls, run.meter.kernels, sides, replay)
         finally:
             run.meter.kernels, run.maintenance, run.observer, run.store.side = kernels, maintenance, observer, side
+            run.side = early
             run.meter.recording_seconds += time.perf_counter() - began
 
     @contextmanager
@@ -220,6 +222,7 @@ class StepGraphs:
         # the device's part of a step that the host has described
         run, buffers = self._run, self._buffers
         run.meter.kernels, run.maintenance, run.store.side = Counter(), run.maintenance.again(), run.store.side.again()
+        run.side = run.side.again()
         with run.launches():
             buffers.begin()
         token_BW, step = self._token_BW, buffers.descriptor
