@@ -198,7 +198,7 @@ def _code_scan_sums_kernel(
             g = tl.arange(0, BLOCK_G)
             query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
             where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
-            valid = (g[:, None] < G) & (d[None, :] < D) & (mode == FAST)
+            valid = (g[:, None] < tl.where(mode == FAST, G, 0)) & (d[None, :] < D)
             tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
         return
     chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
