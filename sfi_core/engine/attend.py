@@ -86,7 +86,8 @@ def choose_early(run: Run, index: int, query: Callable[[], torch.Tensor]) -> Non
     layer = Layer(run, index, **run.options[index])
     if run.attend is None:
         prepare(layer, run.groups[index], batch_pass.fast, run.requests)
-    select.choose_early(layer, batch_pass.descriptor, query)
+    rows = None if layer.in_place else run.descriptors.chosen or run.rows(batch_pass.fast)
+    select.choose_early(layer, batch_pass.descriptor, rows, query)
 
 
 def prepare_layers(run: Run, rows: Sequence[int], states: Sequence[RequestState]) -> None:

@@ -54,6 +54,8 @@ def select(
 
 def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
     """Pack a selection into the layers' segments, or its positions where attention reads in place; return a recall."""
+    if selection.recall is not None:
+        return selection.recall
     layer, run = layers[0], layers[0].run
     with run.observer.span("pack", layer.index):
         if layer.in_place:
@@ -113,10 +115,10 @@ class Early:
     pseudo: PseudoToken | None = None
 
 
-def choose_early(layer: Layer, step: StepDescriptor, query: Callable[[], torch.Tensor]) -> None:
-    """Choose as `choose`, for which it waits then, by a predicted `query`, [B, H, G, 1, D], beside what comes between.
+def choose_early(layer: Layer, step: StepDescriptor, rows: Rows | None, query: Callable[[], torch.Tensor]) -> None:
+    """Choose as `choose`, which waits for it then, by a predicted `query`, [B, H, G, 1, D], beside what comes between.
 
-    The query is computed beside it, too.
+    The query is computed beside it, too, and where segments have rows of their own, those of `rows` are packed.
     """
     run, early = layer.run, Early()
 
@@ -124,7 +126,10 @@ def choose_early(layer: Layer, step: StepDescriptor, query: Callable[[], torch.T
         with run.launches():
             batch = _batch(layer, step, query(), layer.batch_pass.longest, early=True)
             (chosen,), early.pseudo = _choose(layer, batch)
-        early.selections = [replace(chosen, reason=PREDICTED)]
+            recall = None
+            if rows is not None:
+                recall = pack((layer,), rows, chosen.of([*rows.requests]) if rows.requests else chosen)
+        early.selections = [replace(chosen, reason=PREDICTED, recall=recall)]
 
     early.job, run.early[layer.index] = job, early
     run.side.run(layer.index, job)

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -164,7 +165,8 @@ class Selection:
 
     `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for traces,
     such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool; the others keep
-    their memory, None is all. `by` is the backend that chose, None the run's; `reason` that of `SelectionEvent`.
+    their memory, None is all. `by` is the backend that chose, None the run's; `reason` that of `SelectionEvent`. Where
+    it has been packed already, `recall` is what that brought from the host.
     """
 
     index_BHK: torch.Tensor
@@ -172,6 +174,7 @@ class Selection:
     heads_BH: torch.Tensor | None = None
     by: str | None = None
     reason: str = ""
+    recall: Recall | None = None
 
     def copy(self) -> "Selection":
         """Return a selection whose tensors no later step overwrites."""

@@ -85,8 +85,8 @@ def code_scan(
     -1, and `length_BH`, how many there are. `rest` is the factor on the estimated probability of the unread keys, whose
     pseudo token has the mean value of J. `diagnoses` asks for diagnostics, of which Triton returns none:
     `unread_estimate`, the estimated attention on the keys of J that are not read, and `score_margin`, the score of the
-    last key chosen over that of the best one that is not. `early` queries foretell those of the step, whose new keys are
-    not there yet: `code_tokens` codes them later, and keeps the true queries.
+    last key chosen over that of the best one that is not. `early` queries foretell those of the step, whose new keys
+    are not there yet: `code_tokens` codes them later, and keeps the true queries.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     if not early:

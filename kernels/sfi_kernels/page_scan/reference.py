@@ -43,9 +43,10 @@ def page_scan(
     chosen positions, then -1, and `length_BH`, how many there are. Where J has no more positions, all are chosen. An
     `early` choice is made before the step's new keys are there: those of the step before, as many, are taken in.
 
-    With `last`, which is updated, the choice is `grouped`, and for the next step, whose window has `recent` tokens. Read is what the last step chose; but a KV head is corrected, and reads
-    its choice for this step, if the cosine of its queries with the last step's, the mean over G, is below `tau`. Triton
-    leaves `index_BHK` undefined in other heads, unless `diagnoses` asks for `query_cosine` and for all heads'.
+    With `last`, which is updated, the choice is `grouped`, and for the next step, whose window has `recent` tokens.
+    Read is what the last step chose; but a KV head is corrected, and reads its choice for this step, if the cosine of
+    its queries with the last step's, the mean over G, is below `tau`. Triton leaves `index_BHK` undefined in other
+    heads, unless `diagnoses` asks for `query_cosine` and for all heads'.
     """
     check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, last, page, budget)
     index_BHK = position_BHS.new_full((*length_BH.shape, budget), -1)

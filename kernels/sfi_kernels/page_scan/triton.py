@@ -265,8 +265,8 @@ def page_scan(
     launch(
         _page_choose_kernel, (B * H,), query, descriptor.table_BX, score, logit, lse, index_BHK, position_BHS,
         length_BH, *(last or (query, index_BHK)), ahead_BHK, cosine_BH, corrected_BH.view(torch.uint8), P, chunks,
-        budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE, AHEAD=last is not None, num_warps=8,
-        **common,
+        budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE,
+        AHEAD=last is not None, num_warps=8, **common,
     )  # fmt: skip
     if last is None:
         return Choice(index_BHK)

@@ -265,11 +265,14 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
             if chosen:
                 buffers.selections[layer.index,] = chosen
             bring = [] if layer.in_place else chosen
+        chosen_rows = buffers.chosen
         for selection in bring[:1]:
-            buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, selection))
+            assert chosen_rows is not None, "the step chooses"
+            buffers.keep_recall(layer.index, select.pack((layer,), chosen_rows, selection))
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
         for selection in bring[1:]:  # for the next step
-            buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, selection))
+            assert chosen_rows is not None, "the step chooses"
+            buffers.keep_recall(layer.index, select.pack((layer,), chosen_rows, selection))
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)

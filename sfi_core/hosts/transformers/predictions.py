@@ -101,8 +101,9 @@ def _predicted(cache: SfiCache, layer: Any, index: int, residual_BTI: torch.Tens
     if cache.ragged is not None:
         query_BXTD = cache.ragged.padded(query_BXTD)[:, :, -1:]
     key_PHND = run.store.pages(index).key_PHND
-    query_BHG1D = query_BXTD.unflatten(1, (key_PHND.shape[1], -1))
-    return query_BHG1D.to(key_PHND.dtype)
+    B, X, _, D = query_BXTD.shape
+    H = key_PHND.shape[1]
+    return query_BXTD.reshape(B, H, X // H, 1, D).to(key_PHND.dtype)
 
 
 def _check(session: Session) -> None:
@@ -110,8 +111,6 @@ def _check(session: Session) -> None:
     reason = ""
     if session.ranks.size > 1:
         reason = "tensor parallelism"
-    elif session.tiers is not None:
-        reason = "kv_device_budget"
     elif (unknown := _unknown(model)) is not None:
         reason = f"{unknown}, whose queries sfi cannot predict"
     if reason:

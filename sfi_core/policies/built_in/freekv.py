@@ -84,8 +84,8 @@ class FreeKV(ByPage):
 
         By a predicted query, choose for this step.
         """
-        last, budget = (None, batch.budget(self.config.budget)) if self.predicts else (
-            batch.kept.last, self.config.budget
+        last, budget = (
+            (None, batch.budget(self.config.budget)) if self.predicts else (batch.kept.last, self.config.budget)
         )
         choice = page_scan.on(batch.backend)(
             batch.query_BHGD, batch.key_PHND, batch.block_table_BP, batch.descriptor, batch.kept.pages,
