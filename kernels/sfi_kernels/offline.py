@@ -32,7 +32,7 @@ from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
 from sfi_kernels.pages import HeadPages, Ring
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
-from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from sfi_kernels.top_k import top_k
 
 WARP = 32
@@ -256,12 +256,16 @@ class Case:
         new = NewRows(self.key[:2, :, :1], self.value[:2, :, :1], self.value, self.norm)
         for described in (step, replace(step, new=new)):
             code_tokens.triton(self.key, self.table, described, codes)
+            self._scan(described, codes)
+        for described in (step, replace(step, new=new)):
             code_tokens.triton(self.key, self.table, described, codes, self.query[:, :, :, 0])
-            for early in (False, True) if described.new is None else (False,):
-                code_scan.triton(
-                    self.query[:, :, :, 0], self.key, self.value, self.table, described, codes, self.position,
-                    self.length_BH, budget=S - 4, scale=1.0, rest=0.5, early=early,
-                )  # fmt: skip
+        self._scan(step, codes, early=True)
+
+    def _scan(self, step: StepDescriptor, codes: BatchCodes, *, early: bool = False) -> None:
+        code_scan.triton(
+            self.query[:, :, :, 0], self.key, self.value, self.table, step, codes, self.position, self.length_BH,
+            budget=S - 4, scale=1.0, rest=0.5, early=early,
+        )  # fmt: skip
 
     def choose_pages(self, *, ahead: bool = False, early: bool = False) -> None:
         """Choose pages for a batch by the bounds of their keys, for this step, `early` or not, or for the next."""

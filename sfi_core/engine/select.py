@@ -184,6 +184,8 @@ def note(run: Run, layers: Sequence[int], places: Mapping[int, int], selection: 
     """
     heard, sink = SelectionEvent in run.observer.wants, run.policy.config.sink
     count, selected = len(selection.index_BHK) // len(layers), selection.index_BHK.shape[2]
+    if selection.reason == PREDICTED:
+        run.meter.count("choice.early", len(layers) * len(places))
     for number, layer in enumerate(layers):
         for row, place in places.items():
             state, at = run.requests[row], number * count + place
@@ -207,7 +209,6 @@ def note_choice(run: Run, layer: int, selections: Sequence[Selection], rows: tup
     elif run.policy.coded:
         run.meter.count(f"{backend}.code_scan", len(rows))
     for selection in selections:
-        run.meter.count(f"{backend}.early_choice", len(rows) * (selection.reason == PREDICTED))
         note(run, (layer,), {row: row for row in rows}, selection)
 
 

@@ -70,7 +70,7 @@ def test_the_query_is_the_layer_s_own_of_the_residual_before_the_last_mlp(monkey
         assert torch.equal(*true[step])
     reasons = {(event.layer, event.reason) for event in observer.selections if event.step}
     assert reasons == {(0, ""), (1, "predicted")}
-    assert report.paths["numba.early_choice"] == NEW - 1
+    assert report.paths["choice.early"] == NEW - 1
     assert report.not_compiled.startswith("codescan.ahead=half")
 
 
@@ -94,7 +94,7 @@ def recorder(monkeypatch) -> FakeRecorder:
     return made
 
 
-TIERS = {"kv_device_budget": "1MB", "kv_page": 4}
+TIERS = {"kv_device_budget": "1MB", "kv_page": 16, "config": CONFIG.replace(recent=16, budget=3)}
 CASES = {
     "codescan": {},
     "codescan, fused": {"fused": True},
@@ -118,10 +118,11 @@ def test_replayed_steps_choose_beside_the_layer_before(recorder, monkeypatch, ca
     monkeypatch.setattr("sfi_core.engine.run.side_of", lambda *_, **__: side)
     graphed = run(model, backend="triton", graphs=True, **options)
     if "kv_device_budget" in options:  # whose rows arrive half a layer early too
-        whole = run(model, backend="triton", graphs=False, policy=options.get("policy", "codescan"))
+        kept = {name: options[name] for name in options if name in ("policy", "config")}
+        whole = run(model, backend="triton", graphs=False, **kept)
         assert [r.token_ids for r in eager[0].requests] == [r.token_ids for r in whole[0].requests]
         assert eager[0].kv_tiers.recalled_bytes == graphed[0].kv_tiers.recalled_bytes > 0
-    assert eager[0].paths["triton.early_choice"] == graphed[0].paths["triton.early_choice"] > 0
+    assert eager[0].paths["choice.early"] == graphed[0].paths["choice.early"] > 0
     assert side.late
     if "lossless" in options:
         assert [r.token_ids for r in graphed[0].requests] == [r.token_ids for r in eager[0].requests]
