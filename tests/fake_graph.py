@@ -20,6 +20,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from sfi_core.engine.graphs import recorder
 from sfi_core.errors import BackendError
+from sfi_core.state.side_stream import SideStream
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention, split_plan
 from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.pack import append, pack, recall
@@ -92,7 +93,7 @@ class FakeRecorder:
 
     def __init__(self) -> None:
         self.tapes = self.plays = 0
-        self._tape: Tape | None = None
+        self.tape: Tape | None = None
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -109,14 +110,14 @@ class FakeRecorder:
     @contextmanager
     def refusing(self, tape: Tape) -> Iterator[Tape]:
         """Put what is done inside on a tape, and refuse looks at the device, once all is done."""
-        self._tape = tape
+        self.tape = tape
         try:
             with tape, pytest.MonkeyPatch.context() as patch:
                 for name in LOOKS:
                     patch.setattr(torch.Tensor, name, self._refusing(getattr(torch.Tensor, name), name))
                 yield tape
         finally:
-            self._tape = None
+            self.tape = None
         if tape.refused:
             raise BackendError(tape.refused[0])
 
@@ -126,7 +127,7 @@ class FakeRecorder:
         launched = GridExecutor.__call__
 
         def launch(executor, *args, **kwargs) -> None:
-            tape = self._tape
+            tape = self.tape
             if tape is None:
                 launched(executor, *args, **kwargs)
                 return
@@ -139,21 +140,42 @@ class FakeRecorder:
     @contextmanager
     def _off(self) -> Iterator[None]:
         # the interpreter reads tensors; a GPU would
-        tape, self._tape = self._tape, None
+        tape, self.tape = self.tape, None
         with _disable_current_modes():
             yield
-        self._tape = tape
+        self.tape = tape
 
     def _refusing(self, look: Callable, name: str) -> Callable:
         recording = get_ident()
 
         def refuse(tensor: torch.Tensor, *args, **kwargs):
             # another thread, a trace's writer, may look at its own tensors meanwhile
-            if self._tape is not None and get_ident() == recording:
-                self._tape.refused.append(f"{name} waits for the device")
+            if self.tape is not None and get_ident() == recording:
+                self.tape.refused.append(f"{name} waits for the device")
             return look(tensor, *args, **kwargs)
 
         return refuse
+
+
+class LateSide(SideStream):
+    """A side branch on the tape: what a job does is played where the main stream waits for it, never without a wait."""
+
+    def __init__(self, recorder: FakeRecorder) -> None:
+        self.late = 0  # jobs that were recorded
+        self._recorder, self._played = recorder, dict[int, list[Callable[[], None]]]()
+
+    def run(self, place: int, job: Callable[[], None]) -> None:
+        tape = self._recorder.tape
+        before = 0 if tape is None else len(tape.played)
+        job()
+        if tape is not None:
+            self.late += 1
+            self._played[place] = tape.played[before:]
+            del tape.played[before:]
+
+    def wait(self, place: int) -> None:
+        if self._recorder.tape is not None:
+            self._recorder.tape.played += self._played.pop(place)
 
 
 def use_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

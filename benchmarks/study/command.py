@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.study.ahead import AHEAD
 from benchmarks.study.broken import BROKEN
 from benchmarks.study.controls import CONTROLS
 from benchmarks.study.fidelity import FidelityPart
@@ -29,7 +28,7 @@ def main(about: str, arguments: Sequence[str] | None = None) -> int:
     """Run a part; return the exit code."""
     options = _parser(about).parse_args(arguments)
     quiet()
-    POLICIES.update(CONTROLS | BROKEN | AHEAD | FRESH)
+    POLICIES.update(CONTROLS | BROKEN | FRESH)
     try:
         options.run(options)
     except SfiError as error:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 
-from benchmarks.study.ahead import PREDICTOR
 from benchmarks.study.listed import Listed
 from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, rounded, short
@@ -34,8 +33,6 @@ class FidelityPart(Part):
     def make(self, item: Sequence[Place], pending: set[Key]) -> Iterator[Row]:
         """Decode windows together: under full attention once, then under every pending method."""
         given = [window(self.tokenizer, place, self.options.tokens) for place in item]
-        if self.options.table == "ahead" and PREDICTOR.layer < 0:
-            PREDICTOR.watch(self.model)
         full = reference(self.model, self.tokenizer, given)
         rows = self.rows(item)
         count = 1 + len(self.methods)  # rows of a place

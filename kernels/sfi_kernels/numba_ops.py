@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import reference as scanning
-from sfi_kernels.code_scan.codes import KEPT, BatchCodes, CodeBasis, words
+from sfi_kernels.code_scan.codes import BatchCodes, CodeBasis, words
 from sfi_kernels.compiled import KINDS, NO_PAGES, by_heads, check_readable, pages_of, plain
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.dense_attention import reference as dense
@@ -22,7 +22,7 @@ from sfi_kernels.pack import append
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
 from sfi_kernels.selector.formulas import Gather, factor_everywhere
-from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, StepDescriptor
+from sfi_kernels.step_descriptor import FAST, MODE, QUERIES, SLOW, StepDescriptor
 from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind
@@ -115,14 +115,20 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
 
 def code_tokens(
-    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
-) -> None:
-    """See `reference.code_tokens`. No request may be fast."""
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
+    query_BHGD: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """See `reference.code_tokens`."""
     scanning.check_codes(key_PHND, block_table_BP, descriptor, codes)
+    scanning.append_new(key_PHND, block_table_BP, descriptor, append.reference)
     B, H = codes.summed_BH.shape
+    if query_BHGD is not None:
+        scanning.keep_queries(query_BHGD, descriptor, codes)
+    table_BX = descriptor.table_BX.clone()
+    table_BX[:, MODE].masked_fill_(table_BX[:, MODE] == FAST, SLOW)  # so that nothing is chosen
     nothing_BH, nothing_BHX = torch.empty(B, H, dtype=torch.int32), torch.empty(B, H, 0, dtype=torch.int32)
     _scan(
-        torch.empty(B, H, 0, key_PHND.shape[3]), key_PHND, key_PHND, block_table_BP, descriptor, codes,
+        torch.empty(B, H, 0, key_PHND.shape[3]), key_PHND, key_PHND, block_table_BP, table_BX, codes,
         nothing_BHX, nothing_BH, nothing_BHX, codes.sum_BHE[..., :0], codes.sum_BHE, codes.sum_BHE[..., :0], 1.0, 0.0,
     )  # fmt: skip
 
@@ -131,19 +137,22 @@ def code_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
-    diagnoses: bool = False,
+    diagnoses: bool = False, early: bool = False,
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`."""
     scanning.check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
-    B, H, G, _ = query_BHGD.shape
-    for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[MODE] == FAST:
-            codes.recent_BHXGD[row, :, (numbers[LENGTH] - 1) % KEPT] = query_BHGD[row]
+    (B, H, G, _), table_BX = query_BHGD.shape, descriptor.table_BX
+    if early:
+        table_BX = table_BX.clone()
+        table_BX[:, QUERIES] = 0  # so that nothing is coded
+    else:
+        scanning.append_new(key_PHND, block_table_BP, descriptor, append.reference)
+        scanning.keep_queries(query_BHGD, descriptor, codes)
     index_BHK = torch.full((B, H, budget), -1, dtype=torch.int32)
     pseudo = PseudoToken(torch.full((B, H, G), -torch.inf), torch.zeros_like(codes.sum_BHE))
     unread_BHC = torch.tensor([0.0, torch.nan] if diagnoses else []).repeat(B, H, 1)
     _scan(
-        query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH, index_BHK,
+        query_BHGD, key_PHND, value_PHNE, block_table_BP, table_BX, codes, position_BHS, length_BH, index_BHK,
         *pseudo, unread_BHC, scale, rest,
     )  # fmt: skip
     diagnostics = {"unread_estimate": unread_BHC[..., 0], "score_margin": unread_BHC[..., 1]} if diagnoses else {}
@@ -151,15 +160,14 @@ def code_scan(
 
 
 def _scan(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, descriptor: StepDescriptor,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor, table_BX: torch.Tensor,
     codes: BatchCodes, position: torch.Tensor, length: torch.Tensor, index: torch.Tensor, logit: torch.Tensor,
     mean: torch.Tensor, unread: torch.Tensor, scale: float, rest: float,
 ) -> None:  # fmt: skip
-    scanning.append_new(key, table, descriptor, append.reference)
     written = *codes[:-1], position, length, index, logit, mean, unread
     arguments = (
         plain(query), *pages_of(key, value), KINDS[key.dtype], key.shape[2], table.numpy(),
-        descriptor.table_BX.numpy(), *(part.numpy() for part in written), F(scale), F(rest),
+        table_BX.numpy(), *(part.numpy() for part in written), F(scale), F(rest),
     )  # fmt: skip
     work = SCANNED * codes.word_BHWT.numel() * query.shape[2]
     by_heads(lambda begin, end: code_loops.code_scan(begin, end, *arguments), query.shape[1], work)

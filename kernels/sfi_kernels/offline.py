@@ -32,7 +32,7 @@ from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
 from sfi_kernels.pages import HeadPages, Ring
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import selector
-from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from sfi_kernels.top_k import top_k
 
 WARP = 32
@@ -188,6 +188,7 @@ def _attention_runs(
     yield label, case.choose
     yield f"{name}, D={D}, G={G}", case.choose_pages
     yield f"{name}, D={D}, G={G}, ahead", partial(case.choose_pages, ahead=True)
+    yield f"{name}, D={D}, G={G}, early", partial(case.choose_pages, early=True)
     for queries in VERIFIED:
         yield f"{label}, {queries} queries", partial(case.decode, slow=True, queries=queries)
     yield label, case.prompt
@@ -255,20 +256,26 @@ class Case:
         new = NewRows(self.key[:2, :, :1], self.value[:2, :, :1], self.value, self.norm)
         for described in (step, replace(step, new=new)):
             code_tokens.triton(self.key, self.table, described, codes)
-            code_scan.triton(
-                self.query[:, :, :, 0], self.key, self.value, self.table, described, codes, self.position,
-                self.length_BH, budget=S - 4, scale=1.0, rest=0.5,
-            )  # fmt: skip
+            self._scan(described, codes)
+        for described in (step, replace(step, new=new)):
+            code_tokens.triton(self.key, self.table, described, codes, self.query[:, :, :, 0])
+        self._scan(step, codes, early=True)
 
-    def choose_pages(self, *, ahead: bool = False) -> None:
-        """Choose pages for a batch by the bounds of their keys, for this step or for the next."""
+    def _scan(self, step: StepDescriptor, codes: BatchCodes, *, early: bool = False) -> None:
+        code_scan.triton(
+            self.query[:, :, :, 0], self.key, self.value, self.table, step, codes, self.position, self.length_BH,
+            budget=S - 4, scale=1.0, rest=0.5, early=early,
+        )  # fmt: skip
+
+    def choose_pages(self, *, ahead: bool = False, early: bool = False) -> None:
+        """Choose pages for a batch by the bounds of their keys, for this step, `early` or not, or for the next."""
         (_, _, G, _, D), page, budget = self.query.shape, 32, S - 4
         step = describe_step([StepRequest(mode=FAST, **NUMBERS)] * 2, 0, self.query.device)
         pages = PageSummaries(*self.key.new_empty(2, 2, H, PAGES * PAGE // page, D))
         last = LastStep(self.key.new_empty(2, 2, H, G, D), self.position.new_empty(2, 2, H, budget))
         page_scan.triton(
             self.query[:, :, :, 0], self.key, self.table, step, pages, self.position, self.length_BH,
-            last if ahead else None, page=page, budget=budget,
+            last if ahead else None, page=page, budget=budget, grouped=early, early=early,
         )  # fmt: skip
 
     def code(self) -> None:

@@ -4,7 +4,7 @@ On Triton the decoding requests of a batch share each launch: `read` is the devi
 The PyTorch backend goes request by request (`by_request`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,6 +72,22 @@ def prepare(layer: Layer, group: int, rows: Sequence[int], states: Sequence[Requ
             context = select.layer_context(layer, (row,), query_1HGWD)
             with run.launches():
                 policy.select_after(replace(context, states=(before,)))
+
+
+def choose_early(run: Run, index: int, query: Callable[[], torch.Tensor]) -> None:
+    """Begin to choose for a layer before it attends, if its policy chooses in this pass.
+
+    The `query` that the choice is made by is a prediction, [B, H, G, 1, D], computed beside what the layer before has
+    left to do.
+    """
+    batch_pass, dense = run.batch_pass, run.policy.config.dense_layers
+    if batch_pass.prompts or not batch_pass.fast or index not in run.layers or index in dense:
+        return
+    layer = Layer(run, index, **run.options[index])
+    if run.attend is None:
+        prepare(layer, run.groups[index], batch_pass.fast, run.requests)
+    rows = None if layer.in_place else run.descriptors.chosen or run.rows(batch_pass.fast)
+    select.choose_early(layer, batch_pass.descriptor, rows, query)
 
 
 def prepare_layers(run: Run, rows: Sequence[int], states: Sequence[RequestState]) -> None:

@@ -129,13 +129,15 @@ class Requests(NamedTuple):
 class Descriptors:
     """Writes each pass's descriptors to new buffers and plans triton's work; `launched` if the device has begun it.
 
-    `windows` has what the pass does in rings, by their kind, as `engine.windows` describes it.
+    `windows` has what the pass does in rings, by their kind, as `engine.windows` describes it. `chosen` are the
+    requests that a policy chooses for in a recorded step, where their rows are packed.
     """
 
     store: KVStore
     device: torch.device
     launched: bool = False
     windows: dict[Hashable, Any] = field(default_factory=dict)
+    chosen: Rows | None = None
 
     def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
         """Return a pass's descriptor, and the one for `dense_layers`, if there are any."""

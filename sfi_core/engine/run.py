@@ -20,6 +20,7 @@ from sfi_core.settings.engine import DEFAULTS, AuditConfig, EngineOptions
 from sfi_core.state.kv_store import KVStore, Recall
 from sfi_core.state.layer_pages import LayerPages, PackedSegment
 from sfi_core.state.request import RequestState
+from sfi_core.state.side_stream import SideStream, side_of
 from sfi_kernels.launch import counting
 from sfi_kernels.step_descriptor import SLOW, sent
 
@@ -42,6 +43,7 @@ class Run:
         kept: What the policy keeps of all rows by layer (`Companion.keeps`), whose KV heads have `groups` query heads.
         dense_heads: By layer which KV heads are dense in which mode of a request, [4, H] int32, if the policy mixes.
         layers: Full-attention layers that have run so far; `options` are their `Layer.options`.
+        early: By layer what was chosen for it before it attends (`select.Early`), on the stream `side`.
         late: By layer the new keys and values that the choice of this pass will append.
         notes: The policy's own notes, by request (not row) and layer.
         recorded: Whether the tokens of the last step have been noted.
@@ -69,6 +71,8 @@ class Run:
     layers: set[int] = field(default_factory=set)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    early: dict[int, Any] = field(default_factory=dict)
+    side: SideStream = field(init=False)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
     prompt_queries: PromptQueries = field(init=False)
     maintenance: Maintenance = field(init=False)
@@ -83,6 +87,7 @@ class Run:
         self.prompt_queries = PromptQueries(self.policy.config.window_prefill)
         overlap = self.engine.overlap and isinstance(self.policy, EvidencePolicy)
         self.maintenance = schedule(self.device, self.store.backend, overlap=overlap)
+        self.side = side_of(self.device, overlap=self.engine.overlap and self.policy.predicts, role="early")
         self.descriptors = Descriptors(self.store, self.device)
 
     @property
@@ -125,6 +130,7 @@ class Run:
         if self.recorded:  # otherwise the clock runs since an earlier piece of the prompt
             self.meter.begin()
         self.recorded, self.counting = False, None
+        self.early.clear()  # of a step that broke off
         start = [state.length for state in self.requests]
         for request, state in zip(passes, self.requests, strict=True):
             ledger.enter(state, request, self.policy)

@@ -6,7 +6,7 @@ whose requests then follow each other in the batch dimension of evidence and sel
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import NewRows, StepDescriptor
 
 # the logits of some queries, and their log-sum-exp over J, if the attention has computed it
+PREDICTED = "predicted"  # the reason of a choice by a predicted query
 Seen = tuple[Callable[[], torch.Tensor], torch.Tensor | None]
 
 
@@ -53,6 +54,8 @@ def select(
 
 def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
     """Pack a selection into the layers' segments, or its positions where attention reads in place; return a recall."""
+    if selection.recall is not None:
+        return selection.recall
     layer, run = layers[0], layers[0].run
     with run.observer.span("pack", layer.index):
         if layer.in_place:
@@ -93,25 +96,68 @@ def choose(
 ) -> tuple[list[Selection], PseudoToken | None]:
     """Let the policy choose what the fast requests read; return what it chose for all rows: the device half.
 
-    `longest` bounds the requests' tokens. A choice for the next step comes second.
+    `longest` bounds the requests' tokens. A choice for the next step comes second. What was chosen early is joined.
     """
+    batch, early = _batch(layer, step, query_BHG1D, longest), layer.run.early.pop(layer.index, None)
+    if early is None:
+        return _choose(layer, batch)
+    layer.run.policy.companion.follow(batch)
+    layer.run.side.wait(layer.index)
+    return early.selections, early.pseudo
+
+
+@dataclass(slots=True)
+class Early:
+    """A choice that `job` makes early; the job holds what it reads, until the layer joins it."""
+
+    job: Callable[[], None] | None = None
+    selections: list[Selection] = field(default_factory=list)
+    pseudo: PseudoToken | None = None
+
+
+def choose_early(layer: Layer, step: StepDescriptor, rows: Rows | None, query: Callable[[], torch.Tensor]) -> None:
+    """Choose as `choose`, which waits for it then, by a predicted `query`, [B, H, G, 1, D], beside what comes between.
+
+    The query is computed beside it, too, and where segments have rows of their own, those of `rows` are packed.
+    """
+    run, early = layer.run, Early()
+
+    def job() -> None:
+        with run.launches():
+            batch = _batch(layer, step, query(), layer.batch_pass.longest, early=True)
+            (chosen,), early.pseudo = _choose(layer, batch)
+            recall = None
+            if rows is not None:
+                recall = pack((layer,), rows, chosen.of([*rows.requests]) if rows.requests else chosen)
+        early.selections = [replace(chosen, reason=PREDICTED, recall=recall)]
+
+    early.job, run.early[layer.index] = job, early
+    run.side.run(layer.index, job)
+
+
+def _batch(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int, *, early: bool = False
+) -> BatchContext:
     run, segment = layer.run, layer.run.segment(layer.index)
-    late = run.late.pop(layer.index, None)
+    late = None if early else run.late.pop(layer.index, None)
     if late is not None:
         step = replace(step, new=NewRows(*late, layer.pages.value_PHNE, layer.pages.norm_PHN))
     position_BHS, length_BH = segment.position_BHS, segment.length_BH
     if not layer.in_place:  # the segment has the positions of the rows that it holds
         position_BHS, length_BH = torch.empty_like(position_BHS), torch.empty_like(length_BH)
     near = layer.near
-    batch = BatchContext(
+    return BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
         query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=near.key_PHND, value_PHNE=near.value_PHNE,
         block_table_BP=near.block_table_BP, descriptor=step, position_BHS=position_BHS,
         length_BH=length_BH, scale=layer.logit_options["scale"],
         evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest),
-        kept=run.keep(layer.index, query_BHG1D.shape[2]),
+        kept=run.keep(layer.index, query_BHG1D.shape[2]), early=early,
     )  # fmt: skip
-    choice = run.policy.companion.choose(batch)
+
+
+def _choose(layer: Layer, batch: BatchContext) -> tuple[list[Selection], PseudoToken | None]:
+    choice = layer.run.policy.companion.choose(batch)
     if choice is None:
         return [], None
     if choice.ahead_BHK is None:
@@ -138,6 +184,8 @@ def note(run: Run, layers: Sequence[int], places: Mapping[int, int], selection: 
     """
     heard, sink = SelectionEvent in run.observer.wants, run.policy.config.sink
     count, selected = len(selection.index_BHK) // len(layers), selection.index_BHK.shape[2]
+    if selection.reason == PREDICTED:
+        run.meter.count("choice.early", len(layers) * len(places))
     for number, layer in enumerate(layers):
         for row, place in places.items():
             state, at = run.requests[row], number * count + place

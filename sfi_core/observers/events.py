@@ -147,8 +147,8 @@ class SelectionEvent:
 
     `index_HK` are selected positions by KV head, int32, padded with -1, `diagnostics` the policy's tensors, such as
     `lambda_star`. The `reason` is "" at a slow step, "correction" where a KV head's query moved (FreeKV, fine-grained
-    correction) and "speculative" for the next step's selection (FreeKV, speculative retrieval). Only `heads_H`, bool,
-    selected and count; None for all.
+    correction), "speculative" for the next step's selection (FreeKV, speculative retrieval) and "predicted" for a
+    choice by a query that was foretold (`codescan.ahead`). Only `heads_H`, bool, selected and count; None for all.
     """
 
     request: int

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.settings.config import SfiConfig
+from sfi_core.state.kv_store import Recall
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
@@ -124,7 +125,8 @@ class BatchContext:
     """One layer of a decoding pass: all rows of the batch, no number of the host's; the operands of `code_scan`.
 
     `backend` and `wants_diagnostics` as in `Evidence`; `fast` says whether any request decodes fast. `kept` is what
-    the policy keeps of the rows. `evidence` computes this step's, of all rows, which reads every key.
+    the policy keeps of the rows. `evidence` computes this step's, of all rows, which reads every key. Of an `early`
+    choice the query is a prediction, and the new keys are not there yet.
     """
 
     backend: str
@@ -140,6 +142,7 @@ class BatchContext:
     scale: float
     evidence: Callable[[], Evidence]
     kept: Any = None
+    early: bool = False
 
     def budget(self, asked: int) -> int:
         """Return a budget of at most as many positions as a request may have."""
@@ -162,7 +165,8 @@ class Selection:
 
     `index_BHK` are positions in J by KV head, int32, ascending, padded with -1. `diagnostics` are tensors for traces,
     such as the Selector's `lambda_star`. `heads_BH` are the KV heads that are selected anew, bool; the others keep
-    their memory, None is all. `by` is the backend that chose, None the run's; `reason` that of `SelectionEvent`.
+    their memory, None is all. `by` is the backend that chose, None the run's; `reason` that of `SelectionEvent`. Where
+    it has been packed already, `recall` is what that brought from the host.
     """
 
     index_BHK: torch.Tensor
@@ -170,6 +174,7 @@ class Selection:
     heads_BH: torch.Tensor | None = None
     by: str | None = None
     reason: str = ""
+    recall: Recall | None = None
 
     def copy(self) -> "Selection":
         """Return a selection whose tensors no later step overwrites."""
@@ -198,6 +203,9 @@ class Companion:
         `position_BHS` and `length_BH` of the fast rows, as `BatchContext.read` does.
         """
         return None
+
+    def follow(self, batch: BatchContext) -> None:
+        """Take in the step's new keys and true queries, once they are there, after an early `choose`."""
 
     def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Any:
         """Allocate what the policy keeps of a layer for `rows` requests of `capacity` tokens at most: `Kept`, or None.
@@ -278,6 +286,11 @@ class Policy:
     def refreshes(cls) -> bool:
         """Say whether slow decoding steps call `select_after`, in layers outside `dense_layers`."""
         return cls.selects_after and not cls.prompt_only
+
+    @property
+    def predicts(self) -> bool:
+        """Whether `choose` is called early, with a query predicted half a layer before the layer attends."""
+        return False
 
     @property
     def companion(self) -> Companion:

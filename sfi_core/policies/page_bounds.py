@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 import torch
 from torch.nn.functional import pad
 
-from sfi_core.policies.base import Companion, Kept, LayerContext, Policy
+from sfi_core.policies.base import Companion, Kept, LayerContext, Notes, Policy, Selection
 from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_kernels.page_scan import LastStep, PageSummaries, summarize
@@ -59,6 +59,18 @@ class ByPage(Companion, Policy):
         _, H, _, D = key_PHND.shape
         low, high = (key_PHND.new_zeros(rows, H, -(-capacity // self.page), D) for _ in range(2))
         return KeptPages((low, high), self.page)
+
+    def select_after(self, context: LayerContext) -> Selection:
+        """Summarize the prompt's pages; select nothing yet."""
+        for place, note in enumerate(context.notes):
+            self.learn_pages(context, place)
+            note["summarized"] = True
+        norm_BHT = context.key_norm_BHT
+        return Selection(torch.empty(*norm_BHT.shape[:2], 0, dtype=torch.int32, device=norm_BHT.device))
+
+    def lacks(self, state: RequestState, note: Notes) -> bool:
+        """Say whether the prompt had no candidates, and so no selection."""
+        return "summarized" not in note
 
     def learn_pages(self, context: LayerContext, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the extremes of all pages of a request; return them, [H, P, D]."""

@@ -20,6 +20,7 @@ from sfi_core.settings.fields import Table, setting
 WIDEST = 1 << 16  # tokens of a page or a window: beyond, memory runs out before a model does
 BETA, WEAK_BETA = -math.log(0.6) / 0.9, 0.7 * -math.log(0.6) / 0.9
 RECENT_MODES = ("anchored", "sliding")
+AHEAD = ("off", "half")
 TRIGGER_POLICIES = ("boundary", "t-max", "stride", "random", "never", "always")
 
 
@@ -54,6 +55,12 @@ class FreeKVConfig(Table):
     # the paper takes 0.8 for long inputs and 0.9 for long generations
     tau: float = setting(0.8, "A KV head with a query cosine below this selects anew; -1: never.", least=-1, most=1)
     first_layer_dense: bool = setting(True, "Leave the first full-attention layer dense, as the paper does.")
+    ahead: str = setting(
+        "off",
+        "half: select for this step by a query predicted half a layer early, in place of the last step's query and its "
+        "correction.",
+        choices=AHEAD,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,11 @@ class CodeScanConfig(Table):
     """Settings of `codescan`."""
 
     rest: float = setting(0.2, "Share of the estimated unread attention that the mean value gets.", least=0, most=1)
+    ahead: str = setting(
+        "off",
+        "half: choose by a query predicted half a layer early, beside the layer before. off: by the step's own query.",
+        choices=AHEAD,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,11 +35,13 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
 
 def code_tokens(
-    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
-) -> None:
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
+    query_BHGD: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Code the new keys of every request that decodes, in place of `codes.word_BHWT`.
 
-    They are in the pages, or among the descriptor's `new` rows, which are appended first.
+    They are in the pages, or among the descriptor's `new` rows, which are appended first. Queries of fast requests are
+    kept, if they are given.
     """
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor, append.reference)
@@ -48,6 +50,15 @@ def code_tokens(
             start, stop = numbers[step.LENGTH] - numbers[step.QUERIES], numbers[step.LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
             codes.word_BHWT[row, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[row], codes.encode_BHWDC[row])
+    if query_BHGD is not None:
+        keep_queries(query_BHGD, descriptor, codes)
+
+
+def keep_queries(query_BHGD: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes) -> None:
+    """Keep the queries of fast requests for learning a basis again."""
+    for row, numbers in enumerate(descriptor.table_BX.tolist()):
+        if numbers[step.MODE] == step.FAST:
+            codes.recent_BHXGD[row, :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
 
 
 def code_scan(
@@ -64,6 +75,7 @@ def code_scan(
     scale: float,
     rest: float,
     diagnoses: bool = False,
+    early: bool = False,
 ) -> Choice:
     """Choose the `budget` likeliest keys of J for every fast request, by their codes, as `choose_likeliest` does.
 
@@ -73,10 +85,12 @@ def code_scan(
     -1, and `length_BH`, how many there are. `rest` is the factor on the estimated probability of the unread keys, whose
     pseudo token has the mean value of J. `diagnoses` asks for diagnostics, of which Triton returns none:
     `unread_estimate`, the estimated attention on the keys of J that are not read, and `score_margin`, the score of the
-    last key chosen over that of the best one that is not.
+    last key chosen over that of the best one that is not. `early` queries foretell those of the step, whose new keys
+    are not there yet: `code_tokens` codes them later, and keeps the true queries.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
-    code_tokens(key_PHND, block_table_BP, descriptor, codes)
+    if not early:
+        code_tokens(key_PHND, block_table_BP, descriptor, codes, query_BHGD)
     B, H, G, _ = query_BHGD.shape
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
@@ -88,7 +102,6 @@ def code_scan(
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[step.MODE] != step.FAST:
             continue
-        codes.recent_BHXGD[row, :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
         first, stop = numbers[step.ALLOWED_START], numbers[step.ALLOWED_STOP]
         count = stop - first
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)

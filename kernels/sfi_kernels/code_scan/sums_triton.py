@@ -147,7 +147,7 @@ def _code_scan_sums_kernel(
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr,
+    CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr, CODES: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     pair, program = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1
     request, h = pair // H, pair % H
@@ -158,7 +158,7 @@ def _code_scan_sums_kernel(
     if program < 0:
         length = tl.load(table_ptr + request * WORDS + LENGTH)
         d, e, slot = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, SLOTS)
-        if mode >= FAST:  # code the new keys, the last of T if they are appended first
+        if (mode >= FAST) & CODES:  # code the new keys, the last of T if they are appended first
             half, shift = fields()
             mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
             for begin in range(length - tl.load(table_ptr + request * WORDS + QUERIES), length, TOKENS):
@@ -194,11 +194,12 @@ def _code_scan_sums_kernel(
                 tl.store(summed_ptr + pair, end)
                 mean_value = total / tl.maximum(end - first, 1).to(tl.float32)
                 tl.store(mean_value_ptr + pair * E + e, mean_value, mask=e < E)
-                g = tl.arange(0, BLOCK_G)
-                query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
-                where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
-                valid = (g[:, None] < G) & (d[None, :] < D)
-                tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
+        if KEEPS:
+            g = tl.arange(0, BLOCK_G)
+            query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
+            where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
+            valid = (g[:, None] < tl.where(mode == FAST, G, 0)) & (d[None, :] < D)
+            tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
         return
     chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
     chunk = tl.maximum(chunk, first // CHUNK)

@@ -149,15 +149,17 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
 
 def code_tokens(
-    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
-) -> None:
+    key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
+    query_BHGD: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """See `reference.code_tokens`. D up to 256."""
     check_codes(key_PHND, block_table_BP, descriptor, codes)
-    empty = codes.sum_BHE
+    empty, keeps = codes.sum_BHE, query_BHGD is not None
+    query, G = (empty, 1) if query_BHGD is None else (query_BHGD.contiguous(), query_BHGD.shape[2])
     value_PHNE = key_PHND if descriptor.new is None else descriptor.new.value_PHNE
     _sum(
-        0, empty, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH), 1.0,
-        0, G=1, BLOCK_G=1, CHUNK=1, CHOOSE=False,
+        0, query, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH), 1.0,
+        0, G=G, BLOCK_G=triton.next_power_of_2(G), CHUNK=1, CHOOSE=False, CODES=True, KEEPS=keeps,
     )  # fmt: skip
 
 
@@ -166,6 +168,7 @@ def code_scan(
     block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
     position_BHS: torch.Tensor, length_BH: torch.Tensor, *, budget: int, scale: float, rest: float,
     diagnoses: bool = False,  # noqa: ARG001 - one signature for all backends
+    early: bool = False,
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
@@ -184,6 +187,7 @@ def code_scan(
     _sum(
         chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
         (pseudo.value_BHE, factor, logit_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
+        CODES=not early, KEEPS=not early,
     )  # fmt: skip
     launch(
         _code_scan_score_kernel, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,

@@ -32,18 +32,21 @@ def page_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor,
     pages: PageSummaries, position_BHS: torch.Tensor, length_BH: torch.Tensor, last: LastStep | None = None, *,
     page: int, budget: int, recent: int = 0, scale: float = 1.0, tau: float = 0.0, diagnoses: bool = False,
+    grouped: bool = False, early: bool = False,
 ) -> Choice:  # fmt: skip
     """Choose `budget` positions of J for every fast request: whole pages, the last one cut, by the highest scores.
 
-    A page's score is the largest of its bounds by the query heads of a KV head (`bounds`). The extremes of the pages
+    A page's score is the largest of its bounds by the query heads of a KV head (`bounds`), or, if `grouped`, the mean
+    over G of the softmax of the bounds times `scale`. The extremes of the pages
     with new keys, of every request that decodes, are computed anew, in place of `pages`, from the keys' pages, which
     hold the last `page` tokens before the new ones, too. For fast requests `position_BHS` is written, their sinks, the
-    chosen positions, then -1, and `length_BH`, how many there are. Where J has no more positions, all are chosen.
+    chosen positions, then -1, and `length_BH`, how many there are. Where J has no more positions, all are chosen. An
+    `early` choice is made before the step's new keys are there: those of the step before, as many, are taken in.
 
-    With `last`, which is updated, the choice is for the next step, whose window has `recent` tokens, by the mean over G
-    of the softmax of the bounds times `scale`. Read is what the last step chose; but a KV head is corrected, and reads
-    its choice for this step, if the cosine of its queries with the last step's, the mean over G, is below `tau`. Triton
-    leaves `index_BHK` undefined in other heads, unless `diagnoses` asks for `query_cosine` and for all heads'.
+    With `last`, which is updated, the choice is `grouped`, and for the next step, whose window has `recent` tokens.
+    Read is what the last step chose; but a KV head is corrected, and reads its choice for this step, if the cosine of
+    its queries with the last step's, the mean over G, is below `tau`. Triton leaves `index_BHK` undefined in other
+    heads, unless `diagnoses` asks for `query_cosine` and for all heads'.
     """
     check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, last, page, budget)
     index_BHK = position_BHS.new_full((*length_BH.shape, budget), -1)
@@ -52,11 +55,12 @@ def page_scan(
         first, stop, length = (words[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.LENGTH))
         if words[step.MODE] < step.FAST:
             continue
+        length -= words[step.QUERIES] * early
         _renew(key_PHND, block_table_BP[row], pages, row, length - words[step.QUERIES], length, page)
         if words[step.MODE] != step.FAST:
             continue
         bound_HGP = bounds(query_BHGD[row], *(part_BHPD[row, :, : -(-length // page)] for part_BHPD in pages))
-        score_HP = bound_HGP.amax(1) if last is None else group_scores(bound_HGP, scale)
+        score_HP = group_scores(bound_HGP, scale) if grouped or last is not None else bound_HGP.amax(1)
         index_HK = read_HK = best_pages(score_HP, page, (first, stop), budget)
         index_BHK[row, :, : index_HK.shape[1]] = index_HK
         if last is not None:

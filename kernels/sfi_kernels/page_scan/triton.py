@@ -35,11 +35,14 @@ def _page_score_kernel(
     query_ptr, key_ptr, block_table_ptr, table_ptr, low_ptr, high_ptr, score_ptr, logit_ptr, lse_ptr, scale,
     pages_per_request, P, KEY_STRIDES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-    AHEAD: tl.constexpr,
+    GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     request, h, begin = pair // H, pair % H, chunk * CHUNK
     mode, length = tl.load(table_ptr + request * WORDS + MODE), tl.load(table_ptr + request * WORDS + LENGTH)
+    queries = tl.load(table_ptr + request * WORDS + QUERIES)
+    if EARLY:
+        length -= queries
     used = tl.cdiv(length, SIZE)
     if (mode < FAST) | (begin >= used):
         return
@@ -48,7 +51,7 @@ def _page_score_kernel(
     table = block_table_ptr + request * pages_per_request
     g, p, d = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
     # the pages with new keys; their sizes are those of the caller, not of the cache
-    changed = (length - tl.load(table_ptr + request * WORDS + QUERIES)) // SIZE
+    changed = (length - queries) // SIZE
     for page in range(tl.maximum(begin, changed), tl.minimum(begin + CHUNK, used)):
         low, high = tl.full([BLOCK_D], float("inf"), tl.float32), tl.full([BLOCK_D], float("-inf"), tl.float32)
         stop = tl.minimum((page + 1) * SIZE, length)
@@ -72,7 +75,7 @@ def _page_score_kernel(
     bound = tl.dot(tl.maximum(query, nothing), tl.trans(high), input_precision="ieee")
     bound = tl.dot(tl.minimum(query, nothing), tl.trans(low), bound, input_precision="ieee")
     valid = (g < G)[:, None] & (p < used)[None, :]
-    if AHEAD:
+    if GROUPED:
         bound *= scale
         tl.store(logit_ptr + (pair * G + g)[:, None] * P + p[None, :], bound, mask=valid)
         peak, total = tl.full([BLOCK_G], float("-inf"), tl.float32), tl.zeros([BLOCK_G], tl.float32)
@@ -178,6 +181,7 @@ def _page_choose_kernel(
     last_index_ptr, ahead_ptr, cosine_ptr, corrected_ptr, P, chunks, budget, S, recent, tau, diagnoses,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, AHEAD: tl.constexpr,
+    GROUPED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     request, h = pair // H, pair % H
@@ -194,11 +198,12 @@ def _page_choose_kernel(
         s = begin + tl.arange(0, TILE)
         tl.store(position_ptr + s, s, mask=s < first)
     room = S - first
-    if AHEAD:
+    if GROUPED:
+        used = tl.cdiv(length - tl.load(row + QUERIES) if EARLY else length, SIZE)
         _mean_softmax(
-            logit_ptr + pair * G * P, lse_ptr + pair * chunks * G, score_ptr, tl.cdiv(length, SIZE), P, G, BLOCK_G,
-            CHUNK, TILE,
+            logit_ptr + pair * G * P, lse_ptr + pair * chunks * G, score_ptr, used, P, G, BLOCK_G, CHUNK, TILE,
         )  # fmt: skip
+    if AHEAD:
         now, before = (request * 2 + length % 2) * H + h, (request * 2 + 1 - length % 2) * H + h
         cosine = _cosine(
             query_ptr + pair * G * D, last_query_ptr + before * G * D, last_query_ptr + now * G * D, G, D, BLOCK_G,
@@ -229,6 +234,7 @@ def page_scan(
     query_BHGD: torch.Tensor, key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor,
     pages: PageSummaries, position_BHS: torch.Tensor, length_BH: torch.Tensor, last: LastStep | None = None, *,
     page: int, budget: int, recent: int = 0, scale: float = 1.0, tau: float = 0.0, diagnoses: bool = False,
+    grouped: bool = False, early: bool = False,
 ) -> Choice:  # fmt: skip
     """See `reference.page_scan`. D up to 256."""
     check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, last, page, budget)
@@ -243,12 +249,14 @@ def page_scan(
     score, index_BHK = empty(P), empty(budget, dtype=torch.int32)
     logit = lse = cosine_BH = score
     ahead_BHK = corrected_BH = index_BHK
+    grouped |= last is not None
+    if grouped:
+        logit, lse = empty(G, P), empty(chunks, G)
     if last is not None:
-        logit, lse, cosine_BH, ahead_BHK = empty(G, P), empty(chunks, G), empty(), empty(budget, dtype=torch.int32)
-        corrected_BH = empty(dtype=torch.bool)
+        cosine_BH, ahead_BHK, corrected_BH = empty(), empty(budget, dtype=torch.int32), empty(dtype=torch.bool)
     common: dict[str, Any] = {
         "H": H, "G": G, "D": D, "SIZE": page, "BLOCK_G": max(HEADS, triton.next_power_of_2(G)), "BLOCK_D": padded(D),
-        "CHUNK": chunk, "AHEAD": last is not None,
+        "CHUNK": chunk, "GROUPED": grouped, "EARLY": early,
     }  # fmt: skip
     launch(
         _page_score_kernel, (chunks, B * H), query, key_PHND, table, descriptor.table_BX, *pages, score, logit, lse,
@@ -257,7 +265,8 @@ def page_scan(
     launch(
         _page_choose_kernel, (B * H,), query, descriptor.table_BX, score, logit, lse, index_BHK, position_BHS,
         length_BH, *(last or (query, index_BHK)), ahead_BHK, cosine_BH, corrected_BH.view(torch.uint8), P, chunks,
-        budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE, num_warps=8, **common,
+        budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE,
+        AHEAD=last is not None, num_warps=8, **common,
     )  # fmt: skip
     if last is None:
         return Choice(index_BHK)

@@ -32,7 +32,7 @@ class StepBuffers(Descriptors):
 
     The store's pages are allocated for the whole run. A step decodes at most `most` tokens of a request. `descriptor`
     and `dense`, for `dense_layers`, are the last step's, described `ahead` if it has not begun. `rows` are the slow
-    requests, None for a step that refreshes nothing, `chosen` those that a policy chooses for. By layer, `selections`
+    requests, None for a step that refreshes nothing. By layer, `selections`
     has what was selected, `recalls` what that brought from the host, and `queries`, for an audit, the last step's,
     [B, H, G, D].
     """
@@ -43,7 +43,6 @@ class StepBuffers(Descriptors):
     dense: StepDescriptor | None = None
     ahead: bool = False
     rows: Rows | None = None
-    chosen: Rows = field(init=False)
     selections: Selections = field(default_factory=dict)
     recalls: Recalls = field(default_factory=list)
     queries: dict[int, torch.Tensor] | None = None

@@ -35,7 +35,7 @@ class StepGraph:
     selections: Selections
     recalls: Recalls
     launches: Counter[str]
-    sides: tuple[SideStream, SideStream]  # hold the events that order the graph's streams
+    sides: tuple[SideStream, ...]  # hold the events that order the graph's streams
     replay: Work | None = None
 
     def repeat(self) -> None:
@@ -192,6 +192,7 @@ class StepGraphs:
         # the work uses counters, a ring and events of its own, and no spans
         run, replay, buffers = self._run, None, self._buffers
         kernels, maintenance, observer, side = run.meter.kernels, run.maintenance, run.observer, run.store.side
+        early = run.side
         began = time.perf_counter()
         run.observer = Observers([observer], spans=False)
         try:
@@ -200,10 +201,11 @@ class StepGraphs:
                     replay = self._recorder(self._work)
             else:
                 self._work()
-            sides = run.maintenance.side, run.store.side
+            sides = run.maintenance.side, run.store.side, run.side
             return StepGraph(buffers.selections, buffers.recalls, run.meter.kernels, sides, replay)
         finally:
             run.meter.kernels, run.maintenance, run.observer, run.store.side = kernels, maintenance, observer, side
+            run.side = early
             run.meter.recording_seconds += time.perf_counter() - began
 
     @contextmanager
@@ -227,6 +229,7 @@ class StepGraphs:
         # the device's part of a step that the host has described
         run, buffers = self._run, self._buffers
         run.meter.kernels, run.maintenance, run.store.side = Counter(), run.maintenance.again(), run.store.side.again()
+        run.side = run.side.again()
         with run.launches():
             buffers.begin()
         token_BW, step = self._token_BW, buffers.descriptor
@@ -269,11 +272,14 @@ def attend_recorded(buffers: StepBuffers, layer: SeenLayer, query_BHGTD: torch.T
             if chosen:
                 buffers.selections[layer.index,] = chosen
             bring = [] if layer.in_place else chosen
+        chosen_rows = buffers.chosen
         for selection in bring[:1]:
-            buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, selection))
+            assert chosen_rows is not None, "the step chooses"
+            buffers.keep_recall(layer.index, select.pack((layer,), chosen_rows, selection))
         result = read(layer, step, query_BHGTD, pseudo=pseudo)
         for selection in bring[1:]:  # for the next step
-            buffers.keep_recall(layer.index, select.pack((layer,), buffers.chosen, selection))
+            assert chosen_rows is not None, "the step chooses"
+            buffers.keep_recall(layer.index, select.pack((layer,), chosen_rows, selection))
     if result.logits_BHGWT is not None:
         assert rows is not None, "the step refreshes"
         handed = select.Handed(layer, result.logits_BHGWT, result.log_sum_BHGW)

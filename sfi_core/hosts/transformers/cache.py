@@ -174,8 +174,9 @@ class SfiCache(cache_utils.Cache):
     `model.generate`; `on_prompt_end` hears of the padded tokens so far when a prompt has been read.
 
     Of the pass under way: `ragged` is its layout, where one row holds several requests' tokens; `span` its observers'
-    spans; `planned` says that the engine has planned it, so that it begins no step; `shadowed` that it is an audited
-    step's dense twin, whose next-token logits are `dense_BV`; `replayed` that it is a step which `replays` replays.
+    spans; `turns` are cosines and sines of its positions by kind of layer, where queries are predicted; `planned` says
+    that the engine has planned it, so that it begins no step; `shadowed` that it is an audited step's dense twin, whose
+    next-token logits are `dense_BV`; `replayed` that it is a step which `replays` replays.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class SfiCache(cache_utils.Cache):
         self.dense_BV: torch.Tensor | None = None
         self.replays: StepsOfACache | None = None
         self.known: PromptCache | None = None
+        self.turns: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self.on_prompt_end: Callable[[int], None] | None = None
 
     def renew(self, model: PreTrainedModel, capacity: int) -> None:

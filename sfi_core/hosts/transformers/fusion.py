@@ -28,6 +28,7 @@ from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary,
 Forward = Callable[..., Any]
 # the report counts classes with these names that keep their own forward
 REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
+LOOKS = "sfi_looks"  # of the norm before an MLP: what looks at the residual stream there (`predictions`)
 
 
 class Product:
@@ -116,6 +117,8 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
     norm = self.post_attention_layernorm
     if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
         residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
+        if (look := vars(norm).get(LOOKS)) is not None:
+            look(residual)
     else:
         residual = hidden_states + attended
         normed = norm(residual)
@@ -140,7 +143,7 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
         lead = hidden_states.shape[:-1]
         shape = (*lead, -1, self.head_dim)
         query, key, value = (part.view(shape) for part in project(hidden_states))
-        query, key = _rotated(self, source, query, key, *position_embeddings)
+        query, key = rotated(self, source, query, key, *position_embeddings)
         value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -157,14 +160,15 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
     return forward
 
 
-def _rotated(
+def rotated(
     self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # queries and keys, [B, T, heads, D] each, with their heads before T
+    """Return an attention's queries and keys, [B, T, heads, D] each, normed and rotated, with their heads before T."""
     norms = (self.q_norm, self.k_norm) if source.norms else ()
     weights = [norm.weight for norm in norms]
     whole = cos.shape[-1] == self.head_dim and cos.stride() == sin.stride()
-    if whole and takes(cos, sin, *weights, rows=(query, key)) and not any(map(has_hooks, norms)):
+    ours = "forward" in vars(self)
+    if ours and whole and takes(cos, sin, *weights, rows=(query, key)) and not any(map(has_hooks, norms)):
         eps = norms[0].variance_epsilon if norms else 0.0
         query_weight, key_weight = weights or (None, None)
         return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps)

@@ -200,6 +200,7 @@ def compiles_steps(session: Session, batch: int) -> tuple[StepModel | None, str]
         **common_reasons(session),
         "layers with a state": any(shape.state_bytes for shape in session.shapes()),
         "kv_device_budget": session.tiers is not None,
+        f"{session.policy_name}.ahead=half, which chooses beside another layer": session.policy.predicts,
         "sliding windows in a lossless run or of several requests": windows and (batch > 1 or session.engine.lossless),
         "sliding windows beside a cache of kv_dtype": windows and session.kv_dtype is not None,
         f"a model of {session.model.dtype}": session.model.dtype not in KINDS,

@@ -24,6 +24,7 @@ from sfi_core.hosts.transformers.generate_call import (
     going_on,
     next_step,
 )
+from sfi_core.hosts.transformers.predictions import predicting
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears
@@ -165,6 +166,8 @@ def session_on(
         session.observe()
         if wants_fusion(session.engine.fused, session.backend, model.device):
             session.fusion = stack.enter_context(fused(model))
+        if session.policy.predicts:
+            stack.enter_context(predicting(session))
         yield session
 
 

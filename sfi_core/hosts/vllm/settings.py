@@ -54,7 +54,9 @@ class Settings:
             raise ConfigError(f"policy must be one whose reads vLLM's scheduler can plan, got {options.policy}")
         if options.trace_audit and options.trace is None:
             raise ConfigError("trace_audit needs a trace, got trace=none")
-        return cls(config, options)
+        if (settings := cls(config, options)).policy.predicts:
+            raise ConfigError(f"{options.policy}.ahead must be off in vLLM, got half")
+        return settings
 
     @property
     def policy(self) -> Policy:

@@ -44,6 +44,11 @@ class CodeScan(Companion, Policy):
         for place, note in enumerate(context.notes):
             self._learn(context, place, note)
 
+    @property
+    def predicts(self) -> bool:
+        """See `Policy`."""
+        return self.config.codescan.ahead == "half"
+
     def keeps(
         self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int
     ) -> BatchCodes:
@@ -61,8 +66,13 @@ class CodeScan(Companion, Policy):
         return code_scan.on(backend)(
             batch.query_BHGD, *pages, *rows, codes, batch.position_BHS, batch.length_BH,
             budget=batch.budget(self.config.budget),
-            scale=batch.scale, rest=self.config.codescan.rest, diagnoses=batch.wants_diagnostics,
+            scale=batch.scale, rest=self.config.codescan.rest, diagnoses=batch.wants_diagnostics, early=batch.early,
         )  # fmt: skip
+
+    def follow(self, batch: BatchContext) -> None:
+        """Code the new keys, and keep the true queries for the next basis."""
+        backend = fastest(batch.backend, batch.query_BHGD.device, batch.key_PHND, batch.value_PHNE)
+        code_tokens.on(backend)(batch.key_PHND, batch.block_table_BP, batch.descriptor, batch.kept, batch.query_BHGD)
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
         """Say whether to learn a basis: there are more candidates than the budget, and none or an old one."""

@@ -5,11 +5,8 @@ and 1 are dense only if they are in `dense_layers`; and the budget may cut the l
 read as many tokens.
 """
 
-import torch
-
-from sfi_core.policies.base import BatchContext, LayerContext, Notes, Selection
+from sfi_core.policies.base import BatchContext
 from sfi_core.policies.page_bounds import ByPage
-from sfi_core.state.request import RequestState
 from sfi_kernels.choice import Choice
 from sfi_kernels.page_scan import page_scan
 
@@ -23,18 +20,6 @@ class Quest(ByPage):
     def page(self) -> int:
         """See `ByPage`."""
         return self.config.baseline.page
-
-    def select_after(self, context: LayerContext) -> Selection:
-        """Summarize the prompt's pages; select nothing yet."""
-        for place, note in enumerate(context.notes):
-            self.learn_pages(context, place)
-            note["summarized"] = True
-        norm_BHT = context.key_norm_BHT
-        return Selection(torch.empty(*norm_BHT.shape[:2], 0, dtype=torch.int32, device=norm_BHT.device))
-
-    def lacks(self, state: RequestState, note: Notes) -> bool:
-        """Say whether the prompt had no candidates, and so no selection."""
-        return "summarized" not in note
 
     def choose(self, batch: BatchContext) -> Choice | None:
         """Take the tokens of the pages with the highest bounds; bring the extremes up to date in any case."""
