@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
@@ -28,6 +28,7 @@ from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary,
 Forward = Callable[..., Any]
 # the report counts classes with these names that keep their own forward
 REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
+NORMED = "sfi_normed"  # of a tensor: a norm, and what it makes of the tensor
 
 
 class Product:
@@ -90,7 +91,10 @@ def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Norm rows, [..., F], as `LlamaRMSNorm` does."""
+    """Norm rows, [..., F], as `LlamaRMSNorm` does; the layer before may have done so (`layer_forward`)."""
+    norm, normed = vars(hidden_states).pop(NORMED, (None, None))
+    if norm is self:
+        return cast("torch.Tensor", normed)
     if takes(hidden_states, self.weight):
         return rms_norm.triton(hidden_states, self.weight, self.variance_epsilon)
     plain: torch.Tensor = type(self).forward(self, hidden_states)
@@ -110,17 +114,32 @@ def mlp_forward(module: Any) -> Callable[..., Any]:
     return forward
 
 
-def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Run a layer as `LlamaDecoderLayer` does; the first sum and the second norm are one kernel."""
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-    norm = self.post_attention_layernorm
-    if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
-        residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
-    else:
-        residual = hidden_states + attended
-        normed = norm(residual)
-    out: torch.Tensor = residual + self.mlp(normed)
-    return out
+def layer_forward(following: Sequence[torch.nn.Module] = ()) -> Callable[..., torch.Tensor]:
+    """Return the forward of `LlamaDecoderLayer`, whose sums are one kernel with the norm behind each.
+
+    The second sum's is the last of `following`: the next layer and its norm, or the model's norm. They get the sum
+    as ever, with its norm as an attribute of the tensor, and nothing may change the sum before: no module has a hook.
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        norm = self.post_attention_layernorm
+        residual, normed = _summed(hidden_states, attended, norm)
+        hidden = self.mlp(norm(residual) if normed is None else normed)
+        unseen = following and not any(map(has_hooks, (self, *following)))
+        out, normed = _summed(residual, hidden, following[-1]) if unseen else (residual + hidden, None)
+        if normed is not None:
+            vars(out)[NORMED] = following[-1], normed
+        return out
+
+    return forward
+
+
+def _summed(residual: torch.Tensor, hidden: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # the sum, and its norm if one kernel computes both
+    if takes(residual, hidden, norm.weight) and not has_hooks(norm):
+        return add_rms_norm.triton(residual, hidden, norm.weight, norm.variance_epsilon)
+    return residual + hidden, None
 
 
 def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any]:
@@ -194,7 +213,8 @@ def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> boo
 def fused(model: Any) -> Iterator[Fusion]:
     """Inside, run the model's known modules with fewer kernels for this thread, and the others unchanged."""
     fusion = Fusion()
-    forwards = {module: forward_for(module) for module in model.modules()}
+    following = _following(model)
+    forwards = {module: forward_for(module, following.get(module, ())) for module in model.modules()}
     for module, forward in forwards.items():
         name = type(module).__name__
         if forward is not None:
@@ -220,8 +240,20 @@ def _served_only(forward: Forward) -> Forward:
     return run
 
 
-def forward_for(module: Any) -> Forward | None:
-    """Return the forward that replaces a module's own; None to leave the module alone."""
+def _following(model: Any) -> dict[torch.nn.Module, tuple[torch.nn.Module, ...]]:
+    # what each layer of a model whose own forward is known gives its sum to: the next one and its norm, or the norm
+    found: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+    for base in model.modules():
+        known = sources.digest(type(base).forward) in sources.PASSES and "forward" not in vars(base)
+        if known and all(sources.digest(type(layer).forward) in sources.DECODER_LAYER for layer in base.layers):
+            nexts = [*((layer, layer.input_layernorm) for layer in base.layers[1:]), (base.norm,)]
+            pairs = zip(base.layers, nexts, strict=True)
+            found |= {layer: after for layer, after in pairs if _is_rms_norm(after[-1])}
+    return found
+
+
+def forward_for(module: Any, following: Sequence[torch.nn.Module] = ()) -> Forward | None:
+    """Return the forward that replaces a module's own; None to leave the module alone. See `layer_forward`."""
     name = type(module).__name__
     if not name.endswith(REPORTED) or "forward" in vars(module):  # of another library, perhaps
         return None
@@ -232,7 +264,7 @@ def forward_for(module: Any) -> Forward | None:
         silu = type(module.act_fn) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module.act_fn)
         return mlp_forward(module) if silu else None
     if source_digest in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
-        return layer_forward
+        return layer_forward(following)
     if source_digest in sources.ATTENTION and _rotates(module):
         return attention_forward(module, sources.ATTENTION[source_digest])
     return None

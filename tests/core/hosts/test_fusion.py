@@ -15,7 +15,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.fusion import forward_for, fused, wants_fusion
 from sfi_core.hosts.transformers.known import digest, rotates_halves
 from sfi_core.models import linear
-from sfi_kernels.launch import name_of
+from sfi_kernels.launch import counting, name_of
 from tests.architectures import WORKS
 from tests.architectures import tiny as tiny_architecture
 from tests.core.conftest import TINY
@@ -93,7 +93,7 @@ def test_the_report_says_what_ran_fused_and_what_did_not(quick):
     report = complete(tiny("qwen3"), on=True)
     norms = {"Qwen3RMSNorm": 9, "Qwen3MLP": 2, "Qwen3Attention": 2, "Qwen3DecoderLayer": 2}
     assert (report.fused, report.left_alone) == (norms, {})
-    # an input norm and a sum with its norm in each layer, and the last norm; q_norm and k_norm in `rotary`
+    # the first norm, and each layer's two sums with the norm behind each; q_norm and k_norm in `rotary`
     assert launched(report)["rms_norm"] == NEW * (2 * 2 + 1)
     with slow_fast(tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(backend="triton", fused=True)) as s:
         assert not s.fusion.modules
@@ -144,12 +144,12 @@ def per_layer(monkeypatch: pytest.MonkeyPatch, kind: str, *, on: bool) -> Counte
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter is given")
 @pytest.mark.parametrize(("kind", "plain"), first([("qwen3", 56), ("llama", 40)]))
-def test_a_layer_of_a_decoding_step_is_twelve_kernels(monkeypatch, kind: str, plain: int):
-    """Four products, a sum, two norms, the rotation, the gate, and the three of the attention."""
+def test_a_layer_of_a_decoding_step_is_eleven_kernels(monkeypatch, kind: str, plain: int):
+    """Four products, two sums with a norm, the rotation, the gate, and the three of the attention."""
     monkeypatch.setattr(linear, "crawls", lambda _: False)  # of this processor's float16, not of a GPU's
     ours = per_layer(monkeypatch, kind, on=True)
     attention = {"append": 1, "split_attention": 1, "join_splits": 1}
-    assert ours == {"mm": 4, "add": 1, "rms_norm": 2, "rotary": 1, "silu_mul": 1, **attention}
+    assert ours == {"mm": 4, "rms_norm": 2, "rotary": 1, "silu_mul": 1, **attention}
     assert per_layer(monkeypatch, kind, on=False).total() == plain
 
 
@@ -215,6 +215,37 @@ def test_hooks_hear_the_modules_that_a_kernel_would_pass_over():
             ours = model(ids).logits
     assert sorted(heard) == sorted(wanted)
     assert len(wanted) == 6
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+def doubling(module, args, *_) -> None:
+    """Change what a module gets or returns in place."""
+    args[0].mul_(2)
+
+
+@pytest.mark.parametrize("name", ["layers.0", "layers.1", "layers.1.input_layernorm", "norm"])
+def test_a_sum_that_a_hook_changes_is_normed_anew(name: str):
+    """The norm behind a layer's sum is computed with it, unless someone may touch the sum in between."""
+    model, ids = tiny("llama"), torch.tensor([PROMPTS[1]], device=DEVICE)
+    module = model.model.get_submodule(name)
+    if name == "layers.0":
+        module.register_forward_hook(lambda module, args, out: out.mul_(2))
+    else:
+        module.register_forward_pre_hook(doubling)
+    with torch.inference_mode():
+        plain = model(ids).logits
+        with fused(model):
+            torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_hidden_states_are_the_sums_and_one_kernel_norms_them(kind: str):
+    model, ids = tiny(kind), torch.tensor([PROMPTS[1]], device=DEVICE)
+    with torch.inference_mode(), counting(Counter()) as launches:
+        plain = model(ids, output_hidden_states=True).hidden_states
+        with fused(model):
+            ours = model(ids, output_hidden_states=True).hidden_states
+    assert launches["rms_norm"] == 2 * 2 + 1
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
