@@ -172,6 +172,7 @@ def code_scan(
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     (B, H, G, _), W, capacity = query_BHGD.shape, *codes.word_BHWT.shape[2:]
     table, chunk = descriptor.table_BX, min(MOST_KEYS, LOGITS // triton.next_power_of_2(G))
+    chunk //= 1 + (G >= MANY_HEADS)
     chunks, pairs = triton.cdiv(capacity, chunk), B * H
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
 from typing import Any, cast
 
@@ -19,11 +19,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import known as sources
-from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, cache_in
+from sfi_core.hosts.transformers.attention import probing
+from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, SfiLayer, cache_in, under_way
 from sfi_core.hosts.transformers.known import AttentionSource
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_core.machine.threads import served, serving
-from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary, silu_mul
+from sfi_kernels.fused import MAX_HEAD, MAX_ROW, Appending, add_rms_norm, rms_norm, rotary, silu_mul
 
 Forward = Callable[..., Any]
 # the report counts classes with these names that keep their own forward
@@ -159,7 +160,7 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
         lead = hidden_states.shape[:-1]
         shape = (*lead, -1, self.head_dim)
         query, key, value = (part.view(shape) for part in project(hidden_states))
-        query, key = _rotated(self, source, query, key, *position_embeddings)
+        query, key = _rotated(self, source, query, key, *position_embeddings, partial(_appending, self, cache, value))
         value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -176,9 +177,18 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
     return forward
 
 
+def _appending(self: Any, cache: Any, value: torch.Tensor) -> Appending | None:
+    # where the rotation's launch writes keys and values, [B, T, H, E], of a decoding step under sfi
+    ours = isinstance(cache, SfiCache) and cache is under_way.get() and cache.ragged is None and not probing()
+    layer = cache.layers[self.layer_idx] if ours else None
+    places = layer.places() if isinstance(layer, SfiLayer) else None
+    return None if places is None else Appending(value, *places)
+
+
 def _rotated(
-    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    appending: Callable[[], Appending | None],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     # queries and keys, [B, T, heads, D] each, with their heads before T
     norms = (self.q_norm, self.k_norm) if source.norms else ()
     weights = [norm.weight for norm in norms]
@@ -186,7 +196,7 @@ def _rotated(
     if whole and takes(cos, sin, *weights, rows=(query, key)) and not any(map(has_hooks, norms)):
         eps = norms[0].variance_epsilon if norms else 0.0
         query_weight, key_weight = weights or (None, None)
-        return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps)
+        return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps, appending())
     if norms:
         query, key = self.q_norm(query), self.k_norm(key)
     apply = sources.names_of(type(self).forward)["apply_rotary_pos_emb"]
