@@ -317,8 +317,10 @@ class Run:
         return chosen[rows]
 
     def launches(self) -> AbstractContextManager[object]:
-        """Count the Triton kernels launched inside."""
-        return counting(self.meter.kernels) if self.store.backend == "triton" else nullcontext()
+        """Count the Triton kernels launched inside, and chain them if the engine does."""
+        if self.store.backend != "triton":
+            return nullcontext()
+        return counting(self.meter.kernels, chained=self.engine.chained)
 
     def tell_recall(self, layers: Sequence[int], places: Mapping[int, int], recall: Recall) -> None:
         """Count some layers' recall, and tell the observer, once the rows have arrived from the host.

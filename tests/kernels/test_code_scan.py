@@ -141,7 +141,9 @@ def test_what_is_kept_of_a_logit_moves_a_key_only_at_the_edge_of_a_score(monkeyp
     choice, codes, *_ = case.run("triton")
     first, stop = SINK, REQUESTS[0][1] - RECENT
     weight_HT = scanned(case.query[0], codes, 0, SCALE)[..., first:stop].double().softmax(-1).mean(1)
-    chosen_HT = torch.zeros_like(weight_HT, dtype=torch.bool).scatter_(1, choice.index_BHK[0].long() - first, value=True)
+    chosen_HT = torch.zeros_like(weight_HT, dtype=torch.bool).scatter_(
+        1, choice.index_BHK[0].long() - first, value=True
+    )
     least_H = coarse(weight_HT * (1 + 2e-4)).masked_fill(~chosen_HT, torch.inf).amin(1)
     assert (least_H >= coarse(weight_HT * (1 - 2e-4)).masked_fill(chosen_HT, 0.0).amax(1)).all()
     assert (chosen_HT.sum(1) == BUDGET).all()

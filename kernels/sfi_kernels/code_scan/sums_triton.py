@@ -10,6 +10,7 @@ import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, log_sum, row_start, rows
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.code_scan import codes
 from sfi_kernels.pack.triton import append_rows
 
@@ -155,8 +156,9 @@ def _code_scan_sums_kernel(
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr,
+    CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     pair, program = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1
     request, h = pair // H, pair % H
     mode, first, stop = candidates(table_ptr, request)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from sfi_kernels.attention_tile import check_width, padded
 from sfi_kernels.attention_tile.triton import LN2, add_sum, log_sum
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import codes as coding
 from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, CodeBasis, words
@@ -40,7 +41,9 @@ JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
 def _code_scan_score_kernel(
     table_ptr, below_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
     capacity, budget, H: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
     begin = chunk * CHUNK
@@ -77,8 +80,9 @@ def _code_scan_score_kernel(
 def _code_scan_choose_kernel(
     table_ptr, below_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
     position_ptr, length_ptr, rest_ptr, capacity, budget, S, rest, H: tl.constexpr, G: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
     g, begin, count = tl.arange(0, BLOCK_G), chunk * CHUNK, stop - first

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.fused.reference import MAX_HEAD, MAX_ROW, Appending, check_gate, check_norm, check_rotation
 from sfi_kernels.launch import KernelLimitError, launch
 from sfi_kernels.pages import row_constants
@@ -23,8 +24,18 @@ LEAST = tl.constexpr(-88.0)
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, F: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+    hidden_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    eps,
+    F: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    await_previous(CHAINED)
     dtype = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < F
@@ -109,7 +120,9 @@ def _rotary_kernel(
     value_batch_stride, value_token_stride, value_head_stride, N, pages,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, APPENDS: tl.constexpr,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     HALF: tl.constexpr = D // 2
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query_blocks, key_blocks = tl.cdiv(query_heads, BLOCK_H), tl.cdiv(key_heads, BLOCK_H)
@@ -120,12 +133,12 @@ def _rotary_kernel(
         page = tl.load(block_table_ptr + request * pages + position // N, mask=order >= 0, other=0)
         own = (head < tl.where(order >= 0, key_heads, 0))[:, None]
         if block >= query_blocks + key_blocks:
-            column = tl.arange(0, BLOCK_E)[None, :]
-            value_ptr += request * value_batch_stride + token % T * value_token_stride + column
-            own &= column < E
-            value = tl.load(value_ptr + head[:, None].to(tl.int64) * value_head_stride, mask=own, other=0.0)
-            target = row_start(page, head, position % N, VALUE_STRIDES)[:, None] + column
-            tl.store(value_pages_ptr + target, value, mask=own)
+            values_ptr = value_ptr + request * value_batch_stride + token % T * value_token_stride
+            number = tl.arange(0, BLOCK_E)[None, :]
+            there = own & (number < E)
+            value = tl.load(values_ptr + head[:, None].to(tl.int64) * value_head_stride + number, mask=there, other=0.0)
+            goal = row_start(page, head, position % N, VALUE_STRIDES)[:, None] + number
+            tl.store(value_pages_ptr + goal, value, mask=there)
             return
     angle = token // T * angle_batch_stride + token % T * angle_token_stride
     column = tl.arange(0, BLOCK_D)[None, :]
@@ -151,8 +164,8 @@ def _rotary_kernel(
             tl.store(key_pages_ptr + target, key_1.to(dtype), mask=mask & own)
             tl.store(key_pages_ptr + target + HALF, key_2.to(dtype), mask=mask & own)
             norm = tl.sqrt_rn(tl.sum(key_1 * key_1 + key_2 * key_2, 1))[:, None]
-            norm_ptr += (page.to(tl.int64) * key_heads + head[:, None]) * N + position % N
-            tl.store(norm_ptr, norm, mask=own)
+            place = (page.to(tl.int64) * key_heads + head[:, None]) * N + position % N
+            tl.store(norm_ptr + place, norm, mask=own)
 
 
 def rotary(
@@ -188,7 +201,10 @@ def rotary(
 
 
 @triton.jit
-def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, gate_row_stride, up_row_stride, F, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_ptr, up_ptr, out_ptr, gate_row_stride, up_row_stride, F, BLOCK: tl.constexpr, CHAINED: tl.constexpr
+):
+    await_previous(CHAINED)
     dtype = out_ptr.dtype.element_ty
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     mask = column < F
