@@ -24,17 +24,9 @@ LEAST = tl.constexpr(-88.0)
 
 @triton.jit
 def _rms_norm_kernel(
-    hidden_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    eps,
-    F: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
-    CHAINED: tl.constexpr,
-):
+    hidden_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, eps, F: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     await_previous(CHAINED)
     dtype = out_ptr.dtype.element_ty
     column = tl.arange(0, BLOCK)
