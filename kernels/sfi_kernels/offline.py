@@ -299,11 +299,11 @@ def _rotate(dtype: torch.dtype, D: int, *, normed: bool) -> None:
     """Rotate, and rotate and append."""
     query, key = (torch.empty(2, 1, heads, D, dtype=dtype) for heads in (4 * H, H))
     angle = torch.empty(2, 1, D, dtype=dtype)
-    weights = (angle[0, 0], angle[0, 0], 1e-6) if normed else (None, None, 0.0)
+    weight = angle[0, 0] if normed else None
     case = Case(dtype, D, D, 4, None, sinks=False)
-    places = key, case.length, case.length, case.key, case.value, case.norm, case.table
-    for appending in (None, Appending(*places)):
-        rotary.triton(query, key, angle, angle, *weights, appending)
+    into = Appending(key, case.length, case.length, case.key, case.value, case.norm, case.table)
+    for appending in (None, into):
+        rotary.triton(query, key, angle, angle, weight, weight, 1e-6, appending)
 
 
 def _chained(case: Case) -> None:

@@ -3,6 +3,7 @@
 The rotation's launch may also append the keys that it makes, and the values.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,11 +176,12 @@ def rotary(
     weights = (query_weight_D, key_weight_D) if normed else (cos_BTD, cos_BTD)  # never read
     half = triton.next_power_of_2(D // 2)
     block = max(1, TILE_NUMBERS // (2 * half))
-    key_blocks, into, sizes = triton.cdiv(H, block), (cos_BTD,) * 7, (0,) * 5
+    key_blocks, sizes = triton.cdiv(H, block), [0] * 5
+    into: Sequence[torch.Tensor] = [cos_BTD] * 7
     constants: dict[str, Any] = {"KEY_STRIDES": (), "VALUE_STRIDES": (), "E": 0, "BLOCK_E": 1}
     if appending is not None:
         value, *_, key_PHND, value_PHNE, _, table = into = appending
-        key_blocks, sizes = 2 * key_blocks, (*value.stride()[:3], key_PHND.shape[2], table.shape[1])
+        key_blocks, sizes = 2 * key_blocks, [*value.stride()[:3], key_PHND.shape[2], table.shape[1]]
         constants |= {name: x for name, x in row_constants(key_PHND, value_PHNE).items() if name in constants}
     launch(
         _rotary_kernel, (B * T, triton.cdiv(X, block) + key_blocks),

@@ -139,15 +139,15 @@ def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
 def _rotated_and_appended(layer: LayerData, operands: tuple[Any, ...], numbers: int) -> KernelVariant:
     # to the first place of a page of each request's own
     settings, value = layer.settings, layer.value_BHTD[:, :, -1:].transpose(1, 2)
-    own = [pages.new_empty(settings.batch, *pages.shape[1:]) for pages in layer.pages.tensors]
+    key, values, norms = [pages.new_empty(settings.batch, *pages.shape[1:]) for pages in layer.pages.tensors]
     first = layer.request_B.clone()
-    places = Appending(value, torch.zeros_like(first), torch.ones_like(first), *own, first[:, None])
-    call = partial(rotary.triton, *operands, appending=places)
+    places = Appending(value, torch.zeros_like(first), torch.ones_like(first), key, values, norms, first[:, None])
+    call: Callable[[], Any] = partial(rotary.triton, *operands, places)
 
     def error() -> float:
         call()
         expected = rotary.triton(*operands)[1][:, :, 0], value[:, 0]
-        return max(gates.same(pages[:, :, 0], rows) for pages, rows in zip(own[:2], expected, strict=True))
+        return max(gates.same(pages[:, :, 0], rows) for pages, rows in zip((key, values), expected, strict=True))
 
     return KernelVariant("rotary.append", None, call, numbers * settings.itemsize + settings.append_bytes(), error)
 
