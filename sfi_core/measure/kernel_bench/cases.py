@@ -142,11 +142,12 @@ def _rotated_and_appended(layer: LayerData, operands: tuple[Any, ...], numbers: 
     key, values, norms = [pages.new_empty(settings.batch, *pages.shape[1:]) for pages in layer.pages.tensors]
     first = layer.request_B.clone()
     places = Appending(value, torch.zeros_like(first), torch.ones_like(first), key, values, norms, first[:, None])
-    call: Callable[[], Any] = partial(rotary.triton, *operands, places)
+    rotate: Callable[..., Any] = rotary.triton
+    call = partial(rotate, *operands, places)
 
     def error() -> float:
         call()
-        expected = rotary.triton(*operands)[1][:, :, 0], value[:, 0]
+        expected = rotate(*operands)[1][:, :, 0], value[:, 0]
         return max(gates.same(pages[:, :, 0], rows) for pages, rows in zip((key, values), expected, strict=True))
 
     return KernelVariant("rotary.append", None, call, numbers * settings.itemsize + settings.append_bytes(), error)
