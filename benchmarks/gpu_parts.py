@@ -65,6 +65,17 @@ class Parts:
             for size, name, context, batch in points
         ]
 
+    def decode_chained(self) -> list[Command]:
+        """Decode two points with chained launches, after the same without, whose rows are the ones to compare."""
+        ours = "--policy", "sfi,codescan,full-kv"
+        switch = "--set", f"engine.chained={'false' if self.dry else 'true'}"
+        ways: dict[str, tuple[str, ...]] = {"plain": (), "chained": switch}
+        return [
+            self._bench(f"decode-4b-{name}-{way}", "qwen3-4b", *ours, *options, context=context, batch=batch)
+            for name, context, batch in (("8k", "8K", "1"), ("32k", "32K", "8"))
+            for way, options in ways.items()
+        ]
+
     def decode_eager(self) -> list[Command]:
         """Decode without graphs and without the second stream: a number whatever happens to them."""
         self.graphs = False

@@ -23,6 +23,7 @@ WAYS = {
     "overlap": EngineOptions(overlap=True, graphs=False),
     "graphs": EngineOptions(overlap=False, graphs=True),
     "both": EngineOptions(overlap=True, graphs=True),
+    "chained": EngineOptions(overlap=True, graphs=True, chained=True),
 }
 
 
@@ -36,6 +37,9 @@ def compare(journal: Journal, plan: Plan) -> None:
     for name, engine in WAYS.items():
         if engine.graphs and not plan.graphs:
             journal.note(name, skipped="--no-graphs")
+            continue
+        if engine.chained and plan.device.type == "cpu":
+            journal.note(name, skipped="the interpreter chains no launches")
             continue
         journal.trial(name, lambda n=name, e=engine: _generated(model, plan, e, n, found))
 

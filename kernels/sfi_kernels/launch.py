@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,6 +43,8 @@ class Recording(NamedTuple):
 
 _recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
 _counter: ContextVar[Counter[str] | None] = ContextVar("counter", default=None)
+_chains: ContextVar[bool] = ContextVar("chains", default=False)
+HOPPER = 90  # the first compute capability, times ten, that chains launches
 # the interpreter has no processors; four make plans that split, at sizes that tests can afford
 INTERPRETED = Target(90, 4)
 
@@ -59,21 +62,26 @@ def launch(
     """Launch a `triton.jit` kernel on its first tensor's device, or record the launch inside `recording`.
 
     `arguments` are all but the constexprs, which are `constants`. `max_registers` limits a thread; None leaves that to
-    the compiler. With `contracts=0` a product and a sum stay two instructions, each of which rounds.
+    the compiler. With `contracts=0` a product and a sum stay two instructions, each of which rounds. Kernels with a
+    constexpr `CHAINED` are chained where `counting` says so (`chained_triton`).
     """
     options = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None:
         options["maxnreg"] = max_registers
     if not contracts:
         options["enable_fp_fusion"] = False
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    device = tensors[0].device
+    if "CHAINED" in getattr(kernel, "arg_names", ()):
+        constants["CHAINED"] = _chains.get() and target(device).capability >= HOPPER
+        if constants["CHAINED"]:
+            options["launch_pdl"] = True
     record = _recording.get()
     if record is not None:
         record.launches.append(Launch(kernel, arguments, constants, options))
         return
     if 0 in grid:
         return
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    device = tensors[0].device
     check_device(device, *(tensor.dtype for tensor in tensors))
     counter = _counter.get()
     if counter is not None:
@@ -129,9 +137,19 @@ def setting(variable: ContextVar[Any], value: V) -> Iterator[V]:
         variable.reset(token)
 
 
-def counting(counter: Counter[str]) -> AbstractContextManager[object]:
-    """Count the launches inside by kernel; a nested `counting` takes its own."""
-    return setting(_counter, counter)
+@contextmanager
+def counting(counter: Counter[str], *, chained: bool = False) -> Iterator[Counter[str]]:
+    """Count the launches inside by kernel; a nested `counting` takes its own. `chained` ones follow `check_chained`."""
+    with setting(_chains, chained), setting(_counter, counter):
+        yield counter
+
+
+def check_chained(device: torch.device) -> None:
+    """Raise `KernelLimitError` where launches cannot be chained."""
+    if device.type != "cuda" or target(device).capability < HOPPER:
+        raise KernelLimitError("engine.chained needs a CUDA device of capability 9.0 or newer")
+    if not import_module("sfi_kernels.chained_triton").AVAILABLE:
+        raise KernelLimitError("engine.chained needs Triton 3.5 or newer")
 
 
 def recording(target: Target) -> AbstractContextManager[Recording]:

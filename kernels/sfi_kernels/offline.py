@@ -25,8 +25,8 @@ from sfi_kernels.code_scan import BatchCodes, CodeBasis, bits_of, code_scan, cod
 from sfi_kernels.decode_attention import resident_programs, split_plan, work_items
 from sfi_kernels.decode_attention.triton import decode_attention
 from sfi_kernels.dense_attention import dense_attention, window_logits
-from sfi_kernels.fused import add_rms_norm, rms_norm, rotary, silu_mul
-from sfi_kernels.launch import Launch, Target, name_of, recording
+from sfi_kernels.fused import Appending, add_rms_norm, rms_norm, rotary, silu_mul
+from sfi_kernels.launch import Launch, Target, counting, name_of, recording
 from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
 from sfi_kernels.pages import HeadPages, Ring
@@ -41,7 +41,7 @@ SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 2
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+    torch.uint8: "*u8", torch.uint16: "*u16", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 ALIGNMENT = 16  # bytes of a pointer, or what divides a number
 DIVISIBLE = [["tt.divisibility", ALIGNMENT]]
@@ -157,6 +157,8 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{name}, F={F}, added", partial(add_rms_norm.triton, hidden, hidden, weight, 1e-6)
         gate = torch.empty(2, 1024, dtype=dtype)
         yield name, partial(silu_mul.triton, gate, gate)
+    chain = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
+    yield "bf16, chained", partial(_chained, chain)
     rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
     yield "bf16, D=128, G=4, paper-like", partial(rival.decode, block_n=16)
     yield "bf16, D=128, G=4, gather", partial(rival.decode, position_BHS=rival.position)
@@ -301,10 +303,25 @@ class Case:
 
 
 def _rotate(dtype: torch.dtype, D: int, *, normed: bool) -> None:
+    """Rotate, and rotate and append."""
     query, key = (torch.empty(2, 1, heads, D, dtype=dtype) for heads in (4 * H, H))
     angle = torch.empty(2, 1, D, dtype=dtype)
-    weights = (angle[0, 0], angle[0, 0], 1e-6) if normed else ()
-    rotary.triton(query, key, angle, angle, *weights)
+    weight = angle[0, 0] if normed else None
+    case = Case(dtype, D, D, 4, None, sinks=False)
+    into = Appending(key, case.length, case.length, case.key, case.value, case.norm, case.table)
+    for appending in (None, into):
+        rotary.triton(query, key, angle, angle, weight, weight, 1e-6, appending)
+
+
+def _chained(case: Case) -> None:
+    """Run what a layer of a step of Qwen3-4B launches, chained where the architecture can."""
+    hidden, weight = torch.empty(2, 2560, dtype=torch.bfloat16), torch.empty(2560, dtype=torch.bfloat16)
+    with counting(Counter(), chained=True):
+        add_rms_norm.triton(hidden, hidden, weight, 1e-6)
+        _rotate(torch.bfloat16, 128, normed=True)
+        case.choose()
+        case.decode()
+        silu_mul.triton(hidden, hidden)
 
 
 def _select(heads: int, group: int, window: int, span: int) -> None:

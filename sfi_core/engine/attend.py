@@ -20,7 +20,7 @@ from sfi_core.settings.engine import BACKENDS
 from sfi_core.state.request import RequestState
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
-from sfi_kernels.launch import KernelLimitError, check_device
+from sfi_kernels.launch import KernelLimitError, check_chained, check_device
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import MODE, StepDescriptor
 
@@ -241,12 +241,16 @@ def _causal(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch
     return out.view(*query_BHGTD.shape[:4], -1)
 
 
-def check_backend(backend: str, device: torch.device) -> None:
-    """Refuse a backend that is unknown (`ConfigError`) or cannot run on a device (`BackendError`)."""
+def check_backend(backend: str, device: torch.device, *, chained: bool = False) -> None:
+    """Refuse a backend that is unknown (`ConfigError`), or that cannot run on a device, or chain (`BackendError`)."""
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
+    if chained and backend == "torch":
+        raise BackendError("engine.chained must be false on the torch backend, got true")
     if backend == "triton":
         try:
             check_device(device)
+            if chained:
+                check_chained(device)
         except KernelLimitError as error:
             raise BackendError(str(error)) from error

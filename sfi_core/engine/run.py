@@ -45,6 +45,7 @@ class Run:
         layers: Full-attention layers that have run so far; `options` are their `Layer.options`.
         early: By layer what was chosen for it before it attends (`select.Early`), on the stream `side`.
         late: By layer the new keys and values that the choice of this pass will append.
+        written: Layers whose new keys and values the host writes to their places itself in this pass.
         notes: The policy's own notes, by request (not row) and layer.
         recorded: Whether the tokens of the last step have been noted.
         counting: The packed rows that the pass under way reads per row and KV head, and when the host may look.
@@ -71,6 +72,7 @@ class Run:
     layers: set[int] = field(default_factory=set)
     options: dict[int, dict[str, Any]] = field(default_factory=dict)
     late: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
     early: dict[int, Any] = field(default_factory=dict)
     side: SideStream = field(init=False)
     notes: dict[tuple[int, int], Notes] = field(default_factory=lambda: defaultdict(dict))
@@ -131,6 +133,7 @@ class Run:
             self.meter.begin()
         self.recorded, self.counting = False, None
         self.early.clear()  # of a step that broke off
+        self.written.clear()
         start = [state.length for state in self.requests]
         for request, state in zip(passes, self.requests, strict=True):
             ledger.enter(state, request, self.policy)
@@ -158,6 +161,9 @@ class Run:
         store, batch_pass, step = self.store, self.batch_pass, self.batch_pass.descriptor
         store.grow(batch_pass.longest)
         self.layers.add(layer)
+        if layer in self.written:
+            self.written.remove(layer)
+            return store.pages(layer)
         coded = self.policy.coded and layer not in self.policy.config.dense_layers
         decodes = batch_pass.decodes and not batch_pass.prompts
         if coded and decodes and store.backend == "triton" and store.whole_on_device:
@@ -166,6 +172,19 @@ class Run:
         appended = step.append_start_B, step.append_count_B, batch_pass.start, batch_pass.count
         with self.launches(), self.observer.span("append", layer):
             return store.append(layer, key_BHTD, value_BHTE, *appended)
+
+    def places(self, layer: int) -> tuple[torch.Tensor, ...] | None:
+        """Return the operands of `pack.append` behind keys and values, for a host that does a layer's `append` itself.
+
+        None where it must not: only decoding steps on Triton write to one tier in one launch.
+        """
+        store, batch_pass, step = self.store, self.batch_pass, self.batch_pass.descriptor
+        plain = store.backend == "triton" and layer in store.layers and store.ring(layer) is None
+        if not plain or batch_pass.prompts or not batch_pass.decodes:
+            return None
+        store.grow(batch_pass.longest)
+        self.written.add(layer)
+        return step.append_start_B, step.append_count_B, *store.pages(layer).tensors, store.block_table_BP
 
     def lend(self, owner: int, reader: int) -> None:
         """Let a layer read the keys and values of another one; its selections are its own."""
@@ -298,8 +317,10 @@ class Run:
         return chosen[rows]
 
     def launches(self) -> AbstractContextManager[object]:
-        """Count the Triton kernels launched inside."""
-        return counting(self.meter.kernels) if self.store.backend == "triton" else nullcontext()
+        """Count the Triton kernels launched inside, and chain them if the engine does."""
+        if self.store.backend != "triton":
+            return nullcontext()
+        return counting(self.meter.kernels, chained=self.engine.chained)
 
     def tell_recall(self, layers: Sequence[int], places: Mapping[int, int], recall: Recall) -> None:
         """Count some layers' recall, and tell the observer, once the rows have arrived from the host.

@@ -52,6 +52,9 @@ class EngineOptions(Table):
     graphs: bool | None = setting(None, "Replay steps as CUDA graphs, on a CPU as compiled calls; none: where it can.")
     lossless: bool = setting(False, "Full attention's own tokens: fast steps draft, slow steps verify.")
     fused: bool | None = setting(None, "Run known norms, rotations and gates as Triton kernels; none: on CUDA.")
+    chained: bool = setting(
+        False, "Launch each kernel while the one before it ends, on Hopper or newer; no device has timed it yet."
+    )
     kv_device_budget: str | None = setting(
         None, "Keep all keys and values in host memory, and at most this much on the device: 20%, 2GiB; none: all."
     )

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sfi_kernels import pages as paging
+from sfi_kernels.fused import Appending, rotary
 from sfi_kernels.pack import append
 from sfi_kernels.pages import HeadPages, Ring, read_pages, wide_chunks
 from tests.fakes import paged
@@ -230,3 +231,28 @@ def test_a_ring_gets_the_last_tokens_and_the_pages_of_some_heads_all(run):
             assert torch.equal(cache.read(home, row)[0, :end], expected[1])
             for position in range(max(0, end - size * N), end):
                 assert torch.equal(near[table_BP[row, position // N], :, position % N], expected[:, position])
+
+
+@pytest.mark.parametrize(("own", "dtype"), [([3, 1, 0], torch.float), ([1, 1, 1], torch.half)])
+def test_the_rotation_appends_what_it_makes(kernel_device, own: list[int], dtype: torch.dtype):
+    """As `append` would after it: keys and values bit for bit, and norms within their roundings."""
+    pytest.importorskip("triton")
+    B, T, X = len(own), max(own), 6
+    whole = torch.randn(B, T, (X + H) * D + H * E).to(dtype).to(kernel_device)
+    query, key, value = whole.split([X * D, H * D, H * E], 2)
+    rows = [part.view(B, T, heads, -1) for part, heads in ((query, X), (key, H), (value, H))]
+    angle, weight = torch.rand(B, T, D, device=kernel_device).to(dtype), torch.rand(D, device=kernel_device).to(dtype)
+    caches = [Cache(B, 20, 4, dtype=dtype) for _ in range(2)]
+    caches[1].table_BP, start = caches[0].table_BP, [2, 7, 5]
+    words = [torch.tensor(numbers, dtype=torch.int32, device=kernel_device) for numbers in (start, own)]
+    pages = [(c.key_PHND, c.value_PHNE, c.norm_PHN, c.table_BP) for c in caches]
+    pages = [[tensor.to(kernel_device) for tensor in tensors] for tensors in pages]
+    operands = *rows[:2], angle, angle, weight, weight, 1e-6
+    plain = rotary.triton(*operands)
+    append.triton(plain[1], rows[2].transpose(1, 2), *words, *pages[0])
+    both = rotary.triton(*operands, appending=Appending(rows[2], *words, *pages[1]))
+    assert all(map(torch.equal, both, plain))
+    for alone, together in zip(pages[0][:2], pages[1][:2], strict=True):
+        torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(pages[1][2], pages[0][2], rtol=norm_bound(rows[1]), atol=0, equal_nan=True)
+    assert int(pages[1][2].isfinite().sum()) == H * sum(own)

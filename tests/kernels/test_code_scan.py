@@ -134,6 +134,21 @@ def test_the_reference_takes_the_highest_scores_and_of_equal_ones_the_first():
     assert choice.index_BHK[1, 0].tolist()[:19] == list(range(3, 22)), "no more keys than the budget"
 
 
+def test_what_is_kept_of_a_logit_moves_a_key_only_at_the_edge_of_a_score(monkeypatch):
+    """16 bits: a weight is known to within 2e-4; half precision keeps deep logits to 8e-3, which fails."""
+    monkeypatch.setitem(globals(), "BUDGET", 400)
+    case = Case(8, 2, 64, 16)
+    choice, codes, *_ = case.run("triton")
+    first, stop = SINK, REQUESTS[0][1] - RECENT
+    weight_HT = scanned(case.query[0], codes, 0, SCALE)[..., first:stop].double().softmax(-1).mean(1)
+    chosen_HT = torch.zeros_like(weight_HT, dtype=torch.bool).scatter_(
+        1, choice.index_BHK[0].long() - first, value=True
+    )
+    least_H = coarse(weight_HT * (1 + 2e-4)).masked_fill(~chosen_HT, torch.inf).amin(1)
+    assert (least_H >= coarse(weight_HT * (1 - 2e-4)).masked_fill(chosen_HT, 0.0).amax(1)).all()
+    assert (chosen_HT.sum(1) == BUDGET).all()
+
+
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
 def test_new_rows_are_appended_before_they_are_coded(backend: str, fast: bool):

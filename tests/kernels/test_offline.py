@@ -69,11 +69,31 @@ runs = {
 for name, run in runs.items():
     with recording(Target(90, 132)) as record:
         run()
-    launch, = record.launches
+    *_, launch = record.launches  # of a rotation the one that appends, too
     types, constants, attributes = signature(launch)
     source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch.options)
     print(json.dumps([name, built.asm["ptx"]]))
+"""
+SCRIPTS["chained"] = """
+from collections import Counter
+from sfi_kernels.launch import counting
+from sfi_kernels.offline import Case, _chained
+
+case = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
+for capability in (80, 90):
+    with recording(Target(capability, 132)) as record:
+        _chained(case)
+    for launch in record.launches:
+        name, options = launch.kernel.__name__, launch.options
+        if name == "_split_plan_kernel":  # once a step
+            continue
+        ptx = ""
+        if name in ("_rms_norm_kernel", "_silu_mul_kernel"):
+            types, constants, attributes = signature(launch)
+            source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
+            ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+        print(json.dumps([capability, name, options.get("launch_pdl", False), launch.constants.get("CHAINED"), ptx]))
 """
 SCRIPTS["printed"] = """
 import runpy
@@ -190,3 +210,16 @@ def test_no_product_in_bfloat16_loses_its_rounding_to_a_sum(ptx, name: str):
 @pytest.mark.parametrize("name", ["rotary", "rotary, normed"])
 def test_the_angle_s_products_are_rounded_one_by_one(ptx, name: str):
     assert not re.findall(r"fma\.rn\.f32", ptx[name])
+
+
+def test_chained_kernels_wait_before_they_read_or_write(told):
+    """All of a step's, from Hopper on; older chips have no such instruction."""
+    rows = told["chained"]
+    on_90 = [row for row in rows if row[0] == 90]
+    assert len(rows) == 2 * len(on_90)
+    assert len({name for _, name, *_ in on_90}) == 8
+    for capability, _, asked, chained, ptx in rows:
+        assert asked == chained == (capability == 90)
+        before, *waits = ptx.split("griddepcontrol.wait")
+        assert len(waits) == (bool(ptx) and chained)
+        assert not waits or not re.search(r"(ld|st)\S*\.global", before)

@@ -1,14 +1,16 @@
 """How keys become words, in the launch that codes a prompt's, and in the first one of a choice.
 
 Of that, a KV head's first program appends and codes the new keys, which J has not, and adds values to the sum over J.
-The others take chunks of J, and leave their logits and each chunk's log-sum-exp for every query head.
+The others take chunks of J, and leave each chunk's log-sum-exp for every query head, and how far the logits are
+below it, in `FINE`ths of a halving: 16 bits, which know a weight to within 0.02 %. A score keeps an eighth of it.
 """
 
 import triton
 import triton.language as tl
 
 from sfi_kernels import step_descriptor as words
-from sfi_kernels.attention_tile.triton import add_sum, log_sum, row_start, rows
+from sfi_kernels.attention_tile.triton import LOG2E, add_sum, log_sum, row_start, rows
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.code_scan import codes
 from sfi_kernels.pack.triton import append_rows
 
@@ -26,6 +28,7 @@ FAST, LENGTH, QUERIES = (tl.constexpr(word) for word in (words.FAST, words.LENGT
 TOKENS = tl.constexpr(16)  # that are coded, or whose values are added, at once
 BINS = tl.constexpr(256)
 KEPT = tl.constexpr(codes.KEPT)
+FINE, DEEPEST = tl.constexpr(2048), tl.constexpr(65535.0)  # 32 halvings, as deep as a score is
 KEYS = 64  # of a program that codes a prompt
 
 
@@ -74,6 +77,12 @@ def candidates(table_ptr, request):
     """Return the mode, the first position of J, and one past its last."""
     row = table_ptr + request * WORDS
     return tl.load(row + MODE), tl.load(row + START), tl.load(row + STOP)
+
+
+@triton.jit
+def weights(below, chunk_lse, lse):
+    """Return the weights, [BLOCK_G, BLOCK], that are so far below a chunk's log-sum-exp, of all log-sum-exps."""
+    return tl.exp2(((chunk_lse - lse) * LOG2E)[:, None] - below.to(tl.float32) / FINE)
 
 
 @triton.jit
@@ -141,14 +150,16 @@ def _project(
 def _code_scan_sums_kernel(
     query_ptr, key_ptr, value_ptr, new_key_ptr, new_value_ptr, norm_ptr, block_table_ptr, table_ptr,
     mean_ptr, encode_ptr, basis_ptr, word_ptr, sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr,
-    logit_ptr, lse_ptr, counts_ptr, chunks, each, scale, pages_per_request, capacity, budget, T,
+    below_ptr, lse_ptr, counts_ptr, chunks, each, scale, pages_per_request, capacity, budget, T,
     key_batch_stride, key_head_stride, key_token_stride,
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr, CODES: tl.constexpr, KEEPS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     pair, program = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1
     request, h = pair // H, pair % H
     mode, first, stop = candidates(table_ptr, request)
@@ -214,9 +225,11 @@ def _code_scan_sums_kernel(
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)
         valid = (t >= first) & (t < stop)
         logits = chunk_logits(factor_ptr, word_ptr, t, valid, capacity, g, W, G, BLOCK_G, CHUNK)
-        at, mask = logits_at(pair, g, t, valid, capacity, G)
-        tl.store(logit_ptr + at, logits, mask=mask)
         nothing = tl.full([BLOCK_G], float("-inf"), tl.float32)
         in_J = tl.where(valid[None, :], logits, float("-inf"))
         peak, total = add_sum(nothing, tl.zeros([BLOCK_G], tl.float32), in_J)
-        tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, log_sum(peak, total), mask=g < G)
+        lse = log_sum(peak, total)
+        tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, lse, mask=g < G)
+        below = tl.minimum((lse[:, None] - in_J) * (LOG2E * FINE), DEEPEST)
+        at, mask = logits_at(pair, g, t, valid, capacity, G)
+        tl.store(below_ptr + at, (below + 0.5).to(tl.int32).to(tl.uint16), mask=mask)

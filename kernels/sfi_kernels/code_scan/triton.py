@@ -1,7 +1,8 @@
 """Choosing keys by their codes in Triton: three launches for a whole batch, the same at every step.
 
-The second counts the scores of the keys of J (`reference.choose_likeliest`), the third takes the best. Both read the
-logits that the first left.
+The second counts the scores of the keys of J (`reference.choose_likeliest`), the third takes the best. Both read what
+the first left of the logits, 16 bits each: a key whose weight lies within 0.02 % of the edge of a score may get its
+neighbor, which the reference's float32 logits do not give.
 """
 
 from typing import Any
@@ -11,12 +12,13 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile import check_width, padded
-from sfi_kernels.attention_tile.triton import LN2, LOG2E, add_sum, log_sum
+from sfi_kernels.attention_tile.triton import LN2, add_sum, log_sum
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import codes as coding
 from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, CodeBasis, words
 from sfi_kernels.code_scan.reference import check, check_basis, check_codes
-from sfi_kernels.code_scan.sums_triton import BINS, FAST, KEYS, candidates, logits_at
+from sfi_kernels.code_scan.sums_triton import BINS, FAST, KEYS, candidates, logits_at, weights
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
 from sfi_kernels.code_scan.sums_triton import _encode_keys_kernel as encode
 from sfi_kernels.launch import launch, target
@@ -37,9 +39,11 @@ JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
 
 @triton.jit(do_not_specialize=["capacity", "budget"])
 def _code_scan_score_kernel(
-    table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
+    table_ptr, below_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr,
     capacity, budget, H: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
     begin = chunk * CHUNK
@@ -58,9 +62,10 @@ def _code_scan_score_kernel(
     lse = log_sum(peak, total)
     tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
     at, mask = logits_at(pair, g, t, valid, capacity, G)
-    logits = tl.load(logit_ptr + at, mask=mask, other=0.0)
-    weight = tl.exp2((logits - lse[:, None]) * LOG2E)
-    mean = tl.sum(tl.where((g < G)[:, None], weight, 0.0), 0) / G
+    below = tl.load(below_ptr + at, mask=mask, other=0)
+    part = tl.load(lse_ptr + chunk * G + g, mask=g < G, other=float("-inf"))
+    weight = weights(below, part, tl.where(g < G, lse, 0.0))
+    mean = tl.sum(weight, 0) / G
     score = (mean.to(tl.int32, bitcast=True) >> DROPPED) - LOWEST
     score = tl.minimum(tl.maximum(score, 0), BINS - 1)
     tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=valid)
@@ -73,10 +78,11 @@ def _code_scan_score_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "budget", "S"])
 def _code_scan_choose_kernel(
-    table_ptr, logit_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
+    table_ptr, below_ptr, lse_ptr, counts_ptr, chunk_ptr, score_ptr, log_sum_ptr, index_ptr,
     position_ptr, length_ptr, rest_ptr, capacity, budget, S, rest, H: tl.constexpr, G: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
     g, begin, count = tl.arange(0, BLOCK_G), chunk * CHUNK, stop - first
@@ -123,10 +129,9 @@ def _code_scan_choose_kernel(
     tl.store(position_ptr + first + rank, t, mask=taken)
     lse = tl.load(log_sum_ptr + pair * G + g, mask=g < G, other=0.0)
     part = tl.load(lse_ptr + (pair * chunks + chunk) * G + g, mask=g < G, other=float("-inf"))
-    at, mask = logits_at(pair, g, t, taken, capacity, G)
-    logits = tl.load(logit_ptr + at, mask=mask, other=float("-inf"))
-    unread = tl.exp2((part - lse) * LOG2E) - tl.sum(tl.exp2((logits - lse[:, None]) * LOG2E), 1)
-    unread *= rest
+    at, mask = logits_at(pair, g, t, valid & ~taken, capacity, G)
+    below = tl.load(below_ptr + at, mask=mask, other=0)
+    unread = tl.sum(tl.where(mask, weights(below, part, lse), 0.0), 1) * rest
     logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
     tl.store(rest_ptr, logit, mask=g < G)
 
@@ -174,27 +179,29 @@ def code_scan(
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     (B, H, G, _), W, capacity = query_BHGD.shape, *codes.word_BHWT.shape[2:]
     table, chunk = descriptor.table_BX, min(MOST_KEYS, LOGITS // triton.next_power_of_2(G))
+    chunk //= 1 + (G >= MANY_HEADS)
     chunks, pairs = triton.cdiv(capacity, chunk), B * H
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return query_BHGD.new_empty(B, H, *shape, dtype=dtype)
 
-    factor, logit_BHGT, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(G, capacity), empty(chunks, G), empty(G)
+    factor, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(chunks, G), empty(G)
+    below_BHGT = empty(G, capacity, dtype=torch.uint16)
     counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
     pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk}
     _sum(
         chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
-        (pseudo.value_BHE, factor, logit_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
+        (pseudo.value_BHE, factor, below_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
         CODES=not early, KEEPS=not early,
     )  # fmt: skip
     launch(
-        _code_scan_score_kernel, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
+        _code_scan_score_kernel, (chunks, pairs), table, below_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
         capacity, budget, H=H, **common,
     )  # fmt: skip
     launch(
-        _code_scan_choose_kernel, (chunks, pairs), table, logit_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
+        _code_scan_choose_kernel, (chunks, pairs), table, below_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
         index_BHK, position_BHS, length_BH, pseudo.logit_BHG, capacity, budget, position_BHS.shape[2], float(rest),
         H=H, BLOCK_CHUNKS=max(MIN_CHUNKS, triton.next_power_of_2(chunks)), **common,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from sfi_kernels.attention_tile.triton import (
     rows,
     scaled_logits,
 )
+from sfi_kernels.chained_triton import await_previous
 
 EACH, LAST, SEVERAL = (tl.constexpr(kind) for kind in (kinds.EACH, kinds.LAST, kinds.SEVERAL))
 QUERIES = tl.constexpr(words.QUERIES)
@@ -64,8 +65,9 @@ def _split_attention_kernel(
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, IDS: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, PSEUDO: tl.constexpr, SLOW: tl.constexpr, GATHER: tl.constexpr,
-    HEADS: tl.constexpr, KIND: tl.constexpr, RING: tl.constexpr, HOMES: tl.constexpr,
+    HEADS: tl.constexpr, KIND: tl.constexpr, RING: tl.constexpr, HOMES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     item, row_tile, tiles = tl.program_id(0), 0, 1
     if KIND == SEVERAL:  # the tiles of an item run side by side, so that they share what they read
         tiles = tl.cdiv(G * W, BLOCK_M)

@@ -12,6 +12,7 @@ import triton.language as tl
 from sfi_kernels import step_descriptor as words
 from sfi_kernels.attention_tile import REGISTERS, SEVERAL, padded, parts_of_pass, tile_shape
 from sfi_kernels.attention_tile.triton import LOG2E, add_sum, add_terms, finish, log_sum
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.decode_attention import reference
 from sfi_kernels.decode_attention.reference import DecodeAttention, check, check_room, resident_programs, work_items
 from sfi_kernels.decode_attention.split_triton import QUERIES
@@ -85,8 +86,9 @@ def _join_splits_kernel(
     table_ptr, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr, out_ptr, part_ptr, lse_ptr, sums_ptr,
     log_sum_ptr, W, pseudo_parts, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     BLOCK_E: tl.constexpr, TILE: tl.constexpr, SINKS: tl.constexpr, PSEUDO: tl.constexpr,
-    SLOW: tl.constexpr, SEVERAL: tl.constexpr,
+    SLOW: tl.constexpr, SEVERAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     request, h = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row, place_GW = table_ptr + request * WORDS, tl.program_id(2)
     hands_out, size_GW, g = True, G, place_GW + tl.arange(0, 1)

@@ -3,11 +3,27 @@
 `ValueError` is raised where shapes, dtypes, devices or strides do not fit.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from sfi_kernels.op import check_pages, check_same, check_shapes, row_distance
+from sfi_kernels.pack import append
+from sfi_kernels.pack.reference import check_append
 
 MAX_ROW, MAX_HEAD = 16384, 256  # widths of the norm's rows and of the rotation's heads that the kernels take
+
+
+class Appending(NamedTuple):
+    """New values, [B, T, H, E] as projected, and where `append` writes them and the keys: its other operands."""
+
+    value_BTHE: torch.Tensor
+    start_B: torch.Tensor
+    count_B: torch.Tensor
+    key_PHND: torch.Tensor
+    value_PHNE: torch.Tensor
+    norm_PHN: torch.Tensor
+    block_table_BP: torch.Tensor
 
 
 def rms_norm(hidden_XF: torch.Tensor, weight_F: torch.Tensor, eps: float) -> torch.Tensor:
@@ -51,6 +67,7 @@ def rotary(
     query_weight_D: torch.Tensor | None = None,
     key_weight_D: torch.Tensor | None = None,
     eps: float = 0.0,
+    appending: Appending | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm each head as `rms_norm` does, if there are weights, and rotate it (Su et al., 2021, Eq. 34).
 
@@ -59,20 +76,23 @@ def rotary(
 
     Queries and keys are as projected, the tokens at one distance; X are all query heads, D is even. Cosines and sines
     of the positions' angles have the same dtype and equal strides, the last 1; B may be 1. Both weights come, or none.
-    Return queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads.
+    Return queries [B, X, T, D] and keys [B, H, T, D], both as views of tensors with T before the heads. The keys and
+    the values of `appending` are written to pages, too, as `append` does.
     """
-    check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D)
+    check_rotation(query_BTXD, key_BTHD, cos_BTD, sin_BTD, query_weight_D, key_weight_D, appending)
     turned = []
     for rows, weight_D in ((query_BTXD, query_weight_D), (key_BTHD, key_weight_D)):
         head_BHTD = (rows if weight_D is None else rms_norm(rows, weight_D, eps)).transpose(1, 2)
         first, second = head_BHTD.chunk(2, dim=-1)
         turned.append(head_BHTD * cos_BTD[:, None] + torch.cat((-second, first), dim=-1) * sin_BTD[:, None])
+    if appending is not None:
+        append.reference(turned[1], appending.value_BTHE.transpose(1, 2), *appending[1:])
     return turned[0], turned[1]
 
 
 def check_rotation(
     query_BTXD: torch.Tensor, key_BTHD: torch.Tensor, cos_BTD: torch.Tensor, sin_BTD: torch.Tensor,
-    query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None,
+    query_weight_D: torch.Tensor | None, key_weight_D: torch.Tensor | None, appending: Appending | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """Raise the errors of `rotary`; return the distances of the queries' and keys' tokens."""
     check_shapes("query BTXD, key BTHD", query_BTXD, key_BTHD)
@@ -93,6 +113,8 @@ def check_rotation(
     if query_weight_D is not None and key_weight_D is not None:
         check_shapes("query_weight D, key_weight D", query_weight_D, key_weight_D, D=D)
         check_same(query_BTXD, "query", query_weight=query_weight_D, key_weight=key_weight_D)
+    if appending is not None:
+        check_append(key_BTHD.transpose(1, 2), appending.value_BTHE.transpose(1, 2), *appending[1:])
     return row_distance(query_BTXD, "query", X * D), row_distance(key_BTHD, "key", key_BTHD.shape[2] * D)
 
 

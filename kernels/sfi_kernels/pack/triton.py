@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from sfi_kernels.attention_tile.triton import row_start
+from sfi_kernels.chained_triton import await_previous
 from sfi_kernels.launch import launch
 from sfi_kernels.pack.reference import check, check_append, check_recall, ring_room
 from sfi_kernels.pages import Ring, ring_operands, row_constants
@@ -53,8 +54,9 @@ def _append_kernel(
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    RING: tl.constexpr, HOMES: tl.constexpr,
+    RING: tl.constexpr, HOMES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    await_previous(CHAINED)
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     start, count = tl.load(start_ptr + request), tl.load(count_ptr + request)
     order = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)  # among the new tokens

@@ -100,6 +100,10 @@ class SfiLayer(CacheLayerMixin):
         self.run.append(self.index, key_BHTD, value_BHTE)
         return self.run
 
+    def places(self) -> tuple[torch.Tensor, ...] | None:
+        """Return where the layer's new keys and values go, for a host that writes them itself; see `Run.places`."""
+        return None if self.run is None else self.run.places(self.index)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the padded length after the update, and no offset."""
         return self.seen + query_length, 0

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.functional import linear
@@ -19,16 +19,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers import known as sources
-from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, cache_in
+from sfi_core.hosts.transformers.attention import probing
+from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, SfiLayer, cache_in, under_way
 from sfi_core.hosts.transformers.known import AttentionSource
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_core.machine.threads import served, serving
-from sfi_kernels.fused import MAX_HEAD, MAX_ROW, add_rms_norm, rms_norm, rotary, silu_mul
+from sfi_kernels.fused import MAX_HEAD, MAX_ROW, Appending, add_rms_norm, rms_norm, rotary, silu_mul
 
 Forward = Callable[..., Any]
 # the report counts classes with these names that keep their own forward
 REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
 LOOKS = "sfi_looks"  # of the norm before an MLP: what looks at the residual stream there (`predictions`)
+NORMED = "sfi_normed"  # of a tensor: a norm, and what it makes of the tensor
 
 
 class Product:
@@ -91,7 +93,10 @@ def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Norm rows, [..., F], as `LlamaRMSNorm` does."""
+    """Norm rows, [..., F], as `LlamaRMSNorm` does; the layer before may have done so (`layer_forward`)."""
+    norm, normed = vars(hidden_states).pop(NORMED, (None, None))
+    if norm is self:
+        return cast("torch.Tensor", normed)
     if takes(hidden_states, self.weight):
         return rms_norm.triton(hidden_states, self.weight, self.variance_epsilon)
     plain: torch.Tensor = type(self).forward(self, hidden_states)
@@ -111,19 +116,36 @@ def mlp_forward(module: Any) -> Callable[..., Any]:
     return forward
 
 
-def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Run a layer as `LlamaDecoderLayer` does; the first sum and the second norm are one kernel."""
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-    norm = self.post_attention_layernorm
-    if takes(hidden_states, attended, norm.weight) and not has_hooks(norm):
-        residual, normed = add_rms_norm.triton(hidden_states, attended, norm.weight, norm.variance_epsilon)
-        if (look := vars(norm).get(LOOKS)) is not None:
+def layer_forward(following: Sequence[torch.nn.Module] = ()) -> Callable[..., torch.Tensor]:
+    """Return the forward of `LlamaDecoderLayer`, whose sums are one kernel with the norm behind each.
+
+    The second sum's is the last of `following`: the next layer and its norm, or the model's norm. They get the sum
+    as ever, with its norm as an attribute of the tensor, and nothing may change the sum before: no module has a hook.
+    """
+
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        norm = self.post_attention_layernorm
+        residual, normed = _summed(hidden_states, attended, norm)
+        if normed is None:
+            normed = norm(residual)
+        elif (look := vars(norm).get(LOOKS)) is not None:
             look(residual)
-    else:
-        residual = hidden_states + attended
-        normed = norm(residual)
-    out: torch.Tensor = residual + self.mlp(normed)
-    return out
+        hidden = self.mlp(normed)
+        unseen = following and not any(map(has_hooks, (self, *following)))
+        out, normed = _summed(residual, hidden, following[-1]) if unseen else (residual + hidden, None)
+        if normed is not None:
+            vars(out)[NORMED] = following[-1], normed
+        return out
+
+    return forward
+
+
+def _summed(residual: torch.Tensor, hidden: torch.Tensor, norm: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    # the sum, and its norm if one kernel computes both
+    if takes(residual, hidden, norm.weight) and not has_hooks(norm):
+        return add_rms_norm.triton(residual, hidden, norm.weight, norm.variance_epsilon)
+    return residual + hidden, None
 
 
 def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any]:
@@ -143,7 +165,7 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
         lead = hidden_states.shape[:-1]
         shape = (*lead, -1, self.head_dim)
         query, key, value = (part.view(shape) for part in project(hidden_states))
-        query, key = rotated(self, source, query, key, *position_embeddings)
+        query, key = rotated(self, source, query, key, *position_embeddings, partial(_appending, self, cache, value))
         value = value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -160,9 +182,18 @@ def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any
     return forward
 
 
+def _appending(self: Any, cache: Any, value: torch.Tensor) -> Appending | None:
+    # where the rotation's launch writes keys and values, [B, T, H, E], of a decoding step under sfi
+    ours = isinstance(cache, SfiCache) and cache is under_way.get() and cache.ragged is None and not probing()
+    layer = cache.layers[self.layer_idx] if ours else None
+    places = layer.places() if isinstance(layer, SfiLayer) else None
+    return None if places is None else Appending(value, *places)
+
+
 def rotated(
-    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    self: Any, source: AttentionSource, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    appending: Callable[[], Appending | None] = lambda: None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return an attention's queries and keys, [B, T, heads, D] each, normed and rotated, with their heads before T."""
     norms = (self.q_norm, self.k_norm) if source.norms else ()
     weights = [norm.weight for norm in norms]
@@ -171,12 +202,12 @@ def rotated(
     if ours and whole and takes(cos, sin, *weights, rows=(query, key)) and not any(map(has_hooks, norms)):
         eps = norms[0].variance_epsilon if norms else 0.0
         query_weight, key_weight = weights or (None, None)
-        return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps)
+        return rotary.triton(query, key, cos, sin, query_weight, key_weight, eps, appending())
     if norms:
         query, key = self.q_norm(query), self.k_norm(key)
     apply = sources.names_of(type(self).forward)["apply_rotary_pos_emb"]
-    rotated: tuple[torch.Tensor, torch.Tensor] = apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
-    return rotated
+    turned: tuple[torch.Tensor, torch.Tensor] = apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    return turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +229,8 @@ def wants_fusion(wanted: bool | None, backend: str, device: torch.device) -> boo
 def fused(model: Any) -> Iterator[Fusion]:
     """Inside, run the model's known modules with fewer kernels for this thread, and the others unchanged."""
     fusion = Fusion()
-    forwards = {module: forward_for(module) for module in model.modules()}
+    following = _following(model)
+    forwards = {module: forward_for(module, following.get(module, ())) for module in model.modules()}
     for module, forward in forwards.items():
         name = type(module).__name__
         if forward is not None:
@@ -224,8 +256,20 @@ def _served_only(forward: Forward) -> Forward:
     return run
 
 
-def forward_for(module: Any) -> Forward | None:
-    """Return the forward that replaces a module's own; None to leave the module alone."""
+def _following(model: Any) -> dict[torch.nn.Module, tuple[torch.nn.Module, ...]]:
+    # what each layer of a model whose own forward is known gives its sum to: the next one and its norm, or the norm
+    found: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+    for base in model.modules():
+        known = sources.digest(type(base).forward) in sources.PASSES and "forward" not in vars(base)
+        if known and all(sources.digest(type(layer).forward) in sources.DECODER_LAYER for layer in base.layers):
+            nexts = [*((layer, layer.input_layernorm) for layer in base.layers[1:]), (base.norm,)]
+            pairs = zip(base.layers, nexts, strict=True)
+            found |= {layer: after for layer, after in pairs if _is_rms_norm(after[-1])}
+    return found
+
+
+def forward_for(module: Any, following: Sequence[torch.nn.Module] = ()) -> Forward | None:
+    """Return the forward that replaces a module's own; None to leave the module alone. See `layer_forward`."""
     name = type(module).__name__
     if not name.endswith(REPORTED) or "forward" in vars(module):  # of another library, perhaps
         return None
@@ -236,7 +280,7 @@ def forward_for(module: Any) -> Forward | None:
         silu = type(module.act_fn) in (SiLUActivation, torch.nn.SiLU) and "forward" not in vars(module.act_fn)
         return mlp_forward(module) if silu else None
     if source_digest in sources.DECODER_LAYER and _is_rms_norm(module.post_attention_layernorm):
-        return layer_forward
+        return layer_forward(following)
     if source_digest in sources.ATTENTION and _rotates(module):
         return attention_forward(module, sources.ATTENTION[source_digest])
     return None

@@ -25,6 +25,7 @@ MODEL = {  # of Llama, Qwen2, Mistral, Gemma, Gemma2, Gemma3Text; of Qwen2, Gemm
     "607fef072d27711e", "7082cc645fa7709b", "3e106c8cfc95b78a", "0a3474e701f9cd62", "920e2eb3800bfa8e",
     "128b85c21ad2ae7c", "56b28df85a051424", "cb811bc071217306", "206bbfc1edd9891a",
 }  # fmt: skip
+PASSES = MODEL | {"851e9999148b6cd5"}  # MixtralModel; none changes what a layer returns before the next one has it
 # LlamaForCausalLM, Gemma2ForCausalLM; both since 5.24
 CAUSAL_LM = {"f27668f33910885d", "ab8731295151cdf2", "34392993e49d4fef", "6e998f1561b70e9e"}
 # LlamaAttention calls the first, which calls the second

@@ -163,6 +163,7 @@ def session_on(
         stack.enter_context(session.ranks.guarded())
         stack.enter_context(quick_linears(model))
         session.backend = _resolved(engine.backend, session, page_size)
+        check_backend(session.backend, model.device, chained=engine.chained)
         session.observe()
         if wants_fusion(session.engine.fused, session.backend, model.device):
             session.fusion = stack.enter_context(fused(model))

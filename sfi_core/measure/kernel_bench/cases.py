@@ -13,7 +13,7 @@ from sfi_core.measure.kernel_bench.attention_cases import codescan, dense, fast,
 from sfi_core.measure.kernel_bench.data import SELECTOR, LayerData
 from sfi_core.measure.kernel_bench.gates import KernelVariant, checked
 from sfi_core.measure.kernel_bench.settings import FLOAT32, INT32, RETAINING
-from sfi_kernels.fused import add_rms_norm, rotary, silu_mul
+from sfi_kernels.fused import Appending, add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
 from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.selector import selector
@@ -124,7 +124,7 @@ def norm(layer: LayerData, _: None) -> Iterator[KernelVariant]:
 
 
 def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
-    """Yield the norm of a token's queries and keys, and their rotation."""
+    """Yield the norm of a token's queries and keys, and their rotation, without and with the append."""
     settings = layer.settings
     B, D = settings.batch, settings.head_dim
     query, key = layer.draw(B, 1, settings.heads, D), layer.draw(B, 1, settings.kv_heads, D)
@@ -132,6 +132,25 @@ def rotation(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     operands = query, key, angle.cos(), angle.sin(), weight, weight, EPS
     numbers = query.numel() + key.numel() + angle.numel() + D
     yield _fused(layer, "rotary", rotary, operands, 2 * numbers, gates.pair_sizes)
+    if layer.backend == "triton":
+        yield _rotated_and_appended(layer, operands, 2 * numbers)
+
+
+def _rotated_and_appended(layer: LayerData, operands: tuple[Any, ...], numbers: int) -> KernelVariant:
+    # to the first place of a page of each request's own
+    settings, value = layer.settings, layer.value_BHTD[:, :, -1:].transpose(1, 2)
+    key, values, norms = [pages.new_empty(settings.batch, *pages.shape[1:]) for pages in layer.pages.tensors]
+    first = layer.request_B.clone()
+    places = Appending(value, torch.zeros_like(first), torch.ones_like(first), key, values, norms, first[:, None])
+    rotate: Callable[..., Any] = rotary.triton
+    call = partial(rotate, *operands, places)
+
+    def error() -> float:
+        call()
+        expected = rotate(*operands)[1][:, :, 0], value[:, 0]
+        return max(gates.same(pages[:, :, 0], rows) for pages, rows in zip((key, values), expected, strict=True))
+
+    return KernelVariant("rotary.append", None, call, numbers * settings.itemsize + settings.append_bytes(), error)
 
 
 def gate(layer: LayerData, _: None) -> Iterator[KernelVariant]:

@@ -219,3 +219,14 @@ def test_both_backends_draft_and_verify_alike(rows: list[list[int]], policy: str
     for name in ("token_ids", "lossless"):
         assert [getattr(ours, name) for ours in triton_requests] == [getattr(theirs, name) for theirs in torch_requests]
     assert max(request.lossless.tested for request in triton_requests) > 0
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a Hopper GPU chains launches")
+@pytest.mark.parametrize(("backend", "message"), [("triton", "needs a CUDA device"), ("torch", "must be false")])
+def test_launches_are_chained_on_hopper_or_not_at_all(backend: str, message: str):
+    engine = EngineOptions(backend=backend, chained=True)
+    with (
+        pytest.raises(BackendError, match=f"^engine.chained {message}"),
+        slow_fast(model(), engine=engine, config=CONFIG),
+    ):
+        pass

@@ -15,7 +15,7 @@ from sfi_core.hosts.transformers.cache import CACHE_NAME
 from sfi_core.hosts.transformers.fusion import forward_for, fused, wants_fusion
 from sfi_core.hosts.transformers.known import digest, rotates_halves
 from sfi_core.models import linear
-from sfi_kernels.launch import name_of
+from sfi_kernels.launch import counting, name_of
 from tests.architectures import WORKS
 from tests.architectures import tiny as tiny_architecture
 from tests.core.conftest import TINY
@@ -66,10 +66,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         use_tensors(monkeypatch)
 
 
-def complete(model, on: bool | None, *, graphs: bool = False, new: int = NEW):
+def complete(model, on: bool | None, *, graphs: bool = False, new: int = NEW, policy: str = "sfi"):
     engine = EngineOptions(backend="triton", fused=on, graphs=graphs)
     options = {"page_size": 16, "max_new_tokens": new, "stop_token_ids": (), "engine": engine}
-    return sfi_core.generate(model, None, PROMPTS, CONFIG, **options).report
+    return sfi_core.generate(model, None, PROMPTS, CONFIG, policy=policy, **options).report
 
 
 def launched(report) -> dict[str, int]:
@@ -78,9 +78,9 @@ def launched(report) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", first(["qwen3", "llama", "qwen2", "mixtral", "granite"], 2))
 def test_fused_models_choose_the_same_tokens(quick, kind: str):
-    layers = 2 if kind == "qwen3" else 1
+    layers, policy = (2, "codescan") if kind == "qwen3" else (1, "sfi")
     model = tiny(kind, layers)
-    plain, ours = complete(model, on=False), complete(model, on=True)
+    plain, ours = (complete(model, on=on, policy=policy) for on in (False, True))
     assert [r.token_ids for r in ours.requests] == [r.token_ids for r in plain.requests]
     assert len({token for r in ours.requests for token in r.token_ids}) > 4
     assert launched(ours)["rotary"] == NEW * layers
@@ -93,7 +93,7 @@ def test_the_report_says_what_ran_fused_and_what_did_not(quick):
     report = complete(tiny("qwen3"), on=True)
     norms = {"Qwen3RMSNorm": 9, "Qwen3MLP": 2, "Qwen3Attention": 2, "Qwen3DecoderLayer": 2}
     assert (report.fused, report.left_alone) == (norms, {})
-    # an input norm and a sum with its norm in each layer, and the last norm; q_norm and k_norm in `rotary`
+    # the first norm, and each layer's two sums with the norm behind each; q_norm and k_norm in `rotary`
     assert launched(report)["rms_norm"] == NEW * (2 * 2 + 1)
     with slow_fast(tiny("gemma3_text"), config=CONFIG, engine=EngineOptions(backend="triton", fused=True)) as s:
         assert not s.fusion.modules
@@ -120,37 +120,43 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def fast_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, *, on: bool) -> Counter[str]:
-    """Count the launches of a fast step in float16, where a change of dtype is a kernel."""
+def one_step(monkeypatch: pytest.MonkeyPatch, kind: str, layers: int, policy: str, *, on: bool) -> Counter[str]:
+    """Count the launches of a step in float16, where a change of dtype is a kernel."""
     model = tiny(kind, layers).half()
     token, engine = torch.full((2, 1), 7), EngineOptions(backend="triton", fused=on)
     with (
         monkeypatch.context() as patch,
         torch.no_grad(),
-        slow_fast(model, config=CONFIG, policy="streaming-llm", page_size=16, engine=engine) as session,
+        slow_fast(model, config=CONFIG, policy=policy, page_size=16, engine=engine) as session,
     ):
         cache = session.cache(32)
         model(token.expand(2, 20), **{CACHE_NAME: cache}, use_cache=True)
+        model(token, position_ids=token + 13, **{CACHE_NAME: cache}, use_cache=True)  # allocates
         with Launches(patch) as launches:
-            model(token, position_ids=token + 13, **{CACHE_NAME: cache}, use_cache=True)
-        assert session.report.paths["triton.sparse_attention"] > 0
+            model(token, position_ids=token + 14, **{CACHE_NAME: cache}, use_cache=True)
+        kind = "dense" if policy == "full-kv" else "sparse"
+        assert session.report.paths[f"triton.{kind}_attention"] > 0
     return +launches.found
 
 
-def per_layer(monkeypatch: pytest.MonkeyPatch, kind: str, *, on: bool) -> Counter[str]:
-    two, one = (fast_step(monkeypatch, kind, layers, on=on) for layers in (2, 1))
+def per_layer(monkeypatch: pytest.MonkeyPatch, kind: str, policy: str, *, on: bool) -> Counter[str]:
+    two, one = (one_step(monkeypatch, kind, layers, policy, on=on) for layers in (2, 1))
     return two - one
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts what the interpreter is given")
-@pytest.mark.parametrize(("kind", "plain"), first([("qwen3", 56), ("llama", 40)]))
-def test_a_layer_of_a_decoding_step_is_twelve_kernels(monkeypatch, kind: str, plain: int):
-    """Four products, a sum, two norms, the rotation, the gate, and the three of the attention."""
+@pytest.mark.parametrize(
+    ("kind", "policy", "plain"), first([("qwen3", "codescan", 58), ("qwen3", "full-kv", 56), ("llama", "sfi", 40)])
+)
+def test_a_layer_of_a_decoding_step_is_ten_kernels(monkeypatch, kind: str, policy: str, plain: int):
+    """Four products, two sums with a norm, the rotation that appends, the gate, two of attention, three of a choice."""
     monkeypatch.setattr(linear, "crawls", lambda _: False)  # of this processor's float16, not of a GPU's
-    ours = per_layer(monkeypatch, kind, on=True)
-    attention = {"append": 1, "split_attention": 1, "join_splits": 1}
-    assert ours == {"mm": 4, "add": 1, "rms_norm": 2, "rotary": 1, "silu_mul": 1, **attention}
-    assert per_layer(monkeypatch, kind, on=False).total() == plain
+    ours = per_layer(monkeypatch, kind, policy, on=True)
+    attention = {"split_attention": 1, "join_splits": 1}
+    if policy == "codescan":
+        attention |= {"code_scan_sums": 1, "code_scan_score": 1, "code_scan_choose": 1}
+    assert ours == {"mm": 4, "rms_norm": 2, "rotary": 1, "silu_mul": 1, **attention}
+    assert per_layer(monkeypatch, kind, policy, on=False).total() == plain
 
 
 @pytest.mark.exhaustive
@@ -215,6 +221,32 @@ def test_hooks_hear_the_modules_that_a_kernel_would_pass_over():
             ours = model(ids).logits
     assert sorted(heard) == sorted(wanted)
     assert len(wanted) == 6
+    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["layers.0", "layers.1", "layers.1.input_layernorm", "norm"])
+def test_a_sum_that_a_hook_changes_is_normed_anew(name: str):
+    """The norm behind a layer's sum is computed with it, unless someone may touch the sum in between."""
+    model, ids = tiny("llama"), torch.tensor([PROMPTS[1]], device=DEVICE)
+    module = model.model.get_submodule(name)
+    if name == "layers.0":
+        module.register_forward_hook(lambda module, args, out: out.add_(1))
+    else:
+        module.register_forward_pre_hook(lambda module, args: args[0].add_(1))
+    with torch.inference_mode():
+        plain = model(ids).logits
+        with fused(model):
+            torch.testing.assert_close(model(ids).logits, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral"])
+def test_hidden_states_are_the_sums_and_one_kernel_norms_them(kind: str):
+    model, ids = tiny(kind), torch.tensor([PROMPTS[1]], device=DEVICE)
+    with torch.inference_mode(), counting(Counter()) as launches:
+        plain = model(ids, output_hidden_states=True).hidden_states
+        with fused(model):
+            ours = model(ids, output_hidden_states=True).hidden_states
+    assert launches["rms_norm"] == 2 * 2 + 1
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
 
 
