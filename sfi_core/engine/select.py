@@ -103,6 +103,7 @@ def choose(
         return _choose(layer, batch)
     layer.run.policy.companion.follow(batch)
     layer.run.side.wait(layer.index)
+    early.job = None  # which refers to it
     return early.selections, early.pseudo
 
 
