@@ -215,13 +215,14 @@ def _read(rows, half_rows, kind, row, wide):
 
 
 @inner
-def _row(table, t, H, h, N):
-    return (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
+def _row(table, t, H, h, N, pitch):
+    row = (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
+    return row * np.uint64(pitch)
 
 
 @entry
 def code_scan(
-    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, table_BP, step_BX, mean_BHD,
+    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, pitch, kind, N, table_BP, step_BX, mean_BHD,
     encode_BHWDC, query_BHWCD, word_BHWT, sum_BHE, summed_BH, position_BHS, length_BH, index_BHK, logit_BHG,
     value_BHE, unread_BHC, scale, rest,
 ):  # fmt: skip
@@ -237,7 +238,7 @@ def code_scan(
         logits = np.empty((query_BHGD.shape[2], n if n > K else 0), F)
         for h in range(begin, end):
             for t in range(step_BX[b, LENGTH] - step_BX[b, QUERIES], step_BX[b, LENGTH]):
-                _read(key_XD, half_key_XD, kind, _row(table_BP[b], t, H, h, N), key)
+                _read(key_XD, half_key_XD, kind, _row(table_BP[b], t, H, h, N, pitch), key)
                 _code(key, mean_BHD[b, h], encode_BHWDC[b, h], centered, word_BHWT[b, h, :, t])
             if mode != FAST:
                 continue
@@ -246,7 +247,7 @@ def code_scan(
                 known = first
                 scale_row(sum_BHE[b, h], F(0))
             for t in range(known, stop):
-                _read(value_XE, half_value_XE, kind, _row(table_BP[b], t, H, h, N), value)
+                _read(value_XE, half_value_XE, kind, _row(table_BP[b], t, H, h, N, pitch), value)
                 add_row(value, F(1), sum_BHE[b, h])
             summed_BH[b, h] = max(known, stop)
             add_row(sum_BHE[b, h], F(1) / F(max(1, max(known, stop) - first)), value_BHE[b, h])

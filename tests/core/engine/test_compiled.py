@@ -200,7 +200,7 @@ def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path
 
 
 def test_numba_may_be_switched_off_or_broken(monkeypatch):
-    ask = compiled.unusable.__wrapped__  # not what has been told before
+    ask = compiled.why_not.__wrapped__  # not what has been told before
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     assert ask() == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba.core", None)
