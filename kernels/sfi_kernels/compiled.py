@@ -160,7 +160,7 @@ def pool() -> ThreadPoolExecutor:
 def _leave_core() -> None:
     # a thread begins on its maker's core, where a host may have bound each of PyTorch's threads to one, as vLLM does
     with suppress(AttributeError, OSError):  # no Linux
-        threads = map(int, os.listdir("/proc/self/task"))
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
         os.sched_setaffinity(0, set().union(*map(os.sched_getaffinity, threads)))
 
 

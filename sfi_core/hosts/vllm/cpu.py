@@ -7,7 +7,7 @@ written and read here: decoding by compiled loops, prompts by PyTorch's flash at
 
 import logging
 from functools import cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class RowImpl(cpu_attn.CPUAttentionBackendImpl):  # type: ignore[misc]
             return whole
         say_by_what()
         starts = attn_metadata.query_start_loc.tolist()
-        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        counts = [stop - start for start, stop in pairwise(starts)]
         first = 0
         for count, same in groupby(counts):
             rows = slice(first, first := first + len([*same]))
