@@ -28,14 +28,12 @@ class RowImpl(cpu_attn.CPUAttentionBackendImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the new tokens' rows; those without a place, -1, are padding."""
+        """Write the new tokens' rows; padding, -1, goes to block 0, which vLLM gives to nobody."""
         if not self.manages:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
-        place_X, N = slot_mapping[: len(key)], kv_cache.shape[2]
-        kept_X = place_X >= 0
-        block_X, token_X = place_X[kept_X] // N, place_X[kept_X] % N
-        kv_cache[block_X, :, token_X] = torch.cat((key, value), 2)[: len(place_X)][kept_X]
+        place_X, N = slot_mapping[: len(key)].clamp_min(0), kv_cache.shape[2]
+        kv_cache[place_X // N, :, place_X % N] = torch.cat((key, value), 2)[: len(place_X)]
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
