@@ -223,17 +223,23 @@ def _pitch(pages_PHND: torch.Tensor) -> int:
     return pitch if (page, head, column, rest) == (H * head, N * token, 1, 0) else 0
 
 
-def pages_of(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> tuple[Any, ...]:
-    """Return pages as rows of keys and of values, and their pitch: of float32, then of uint16, two of which are empty.
-
-    Raise `ValueError` unless they are `readable`, at one pitch.
-    """
-    pitch = _pitch(key_PHND)
-    if not readable(key_PHND, value_PHNE) or _pitch(value_PHNE) != pitch:
+def check_readable(*pages: torch.Tensor) -> None:
+    """Raise `ValueError` unless pages are `readable`."""
+    if not readable(*pages):
         raise ValueError(
             "pages must have rows at one distance, be on the CPU, of a multiple of 8 numbers a row, and float32, "
             "bfloat16 or float16"
         )
+
+
+def pages_of(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> tuple[Any, ...]:
+    """Return pages as rows of keys and of values, and their pitch: of float32, then of uint16, two of which are empty.
+
+    Raise `ValueError` unless all rows are at one distance.
+    """
+    pitch = _pitch(key_PHND)
+    if not 0 < pitch == _pitch(value_PHNE):
+        raise ValueError("keys and values must have rows at one distance")
     key_XD, value_XE = (_rows(pages, pitch) for pages in (key_PHND, value_PHNE))
     if key_XD.dtype == torch.float32:
         return key_XD.numpy(), value_XE.numpy(), NO_HALVES, NO_HALVES, pitch

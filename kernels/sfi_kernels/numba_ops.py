@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import reference as scanning
 from sfi_kernels.code_scan.codes import KEPT, BatchCodes, CodeBasis, words
-from sfi_kernels.compiled import KINDS, NO_PAGES, by_heads, pages_of, plain
+from sfi_kernels.compiled import KINDS, NO_PAGES, by_heads, check_readable, pages_of, plain
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.dense_attention import reference as dense
 from sfi_kernels.loops import attention, products, selection
@@ -40,6 +40,7 @@ def sparse_attention(
     """See `reference.sparse_attention`: each row is read once, packed or where it lies in its page."""
     segment, S = NO_PAGES, 0
     if position_BHS is None:
+        check_readable(packed_key_BHSD, packed_value_BHSE)
         segment, S = pages_of(packed_key_BHSD, packed_value_BHSE), packed_key_BHSD.shape[2]
         position_BHS = packed_length_BH.new_empty(*packed_length_BH.shape, 0)
     rows = position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
@@ -89,6 +90,7 @@ def _attend(
     segment: tuple[Any, ...] = NO_PAGES, S: int = 0, pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:  # fmt: skip
     # `rows`: positions of packed tokens, how many count, block table, first recent token, length
+    check_readable(key_PHND, value_PHNE)
     B, H, W, G, _ = query_BHWGD.shape
     out_BHWGE, nothing_BHX = torch.empty(B, H, W, G, value_PHNE.shape[3]), np.empty((0, 0, 0), F)
     arguments = (
