@@ -20,7 +20,7 @@ from sfi_kernels.dense_attention import dense_attention
 logger = logging.getLogger(__name__)
 
 
-class RowImpl(cpu_attn.CPUAttentionBackendImpl):  # type: ignore[misc]
+class RowImpl(cpu_attn.CPUAttentionBackendImpl):
     """vLLM's attention for CPUs, but over rows in layers that sfi `manages`."""
 
     manages = False
@@ -60,10 +60,10 @@ class RowImpl(cpu_attn.CPUAttentionBackendImpl):  # type: ignore[misc]
         # of neighbors with as many tokens each, [tokens, heads, E]
         H, B, (*_, heads, D) = self.num_kv_heads, rows.stop - rows.start, query_XQD.shape
         query_BHGWD = query_XQD.reshape(B, -1, H, heads // H, D).permute(0, 2, 3, 1, 4)
-        pages = kv_cache.split(D, 3)
-        by = fastest("torch", query_XQD.device, *pages) if query_BHGWD.shape[3] <= FEW else "torch"
+        key, value = kv_cache[..., :D], kv_cache[..., D:]
+        by = fastest("torch", query_XQD.device, key, value) if query_BHGWD.shape[3] <= FEW else "torch"
         out_BHGWE = dense_attention.on(by)(
-            query_BHGWD, *pages, metadata.block_table[rows], metadata.seq_lens[rows], scale=self.scale,
+            query_BHGWD, key, value, metadata.block_table[rows], metadata.seq_lens[rows], scale=self.scale,
             soft_cap=self.logits_soft_cap or None, sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
         )  # fmt: skip
         return out_BHGWE.permute(0, 3, 1, 2, 4).reshape(len(query_XQD), heads, -1)
