@@ -4,7 +4,6 @@ numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -32,7 +31,7 @@ CORES = os.cpu_count() or 1
 WORTH = 100  # microseconds of work that another thread pays for
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `loops` numbers them
 NO_FLOATS, NO_HALVES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
-NO_PAGES = NO_FLOATS, NO_FLOATS, NO_HALVES, NO_HALVES
+NO_PAGES = NO_FLOATS, NO_FLOATS, NO_HALVES, NO_HALVES, 1
 
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
 
@@ -54,17 +53,12 @@ def clock() -> float:
     return (time.perf_counter() if since is None else since) - before
 
 
-def why_not() -> str:
-    """Return why numba compiles nothing here, "" if it does."""
-    # vLLM 0.32 looks into all modules when an engine starts, and fails at llvmlite's; one may start later
-    return "not beside vLLM" if "vllm" in sys.modules else unusable()
-
-
 @cache
-def unusable() -> str:
-    """Return why numba cannot be used in this process, "" if it can."""
+def why_not() -> str:
+    """Return why numba compiles nothing in this process, "" if it does."""
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
+        from llvmlite.binding import ffi  # noqa: PLC0415
         from numba.core import event  # noqa: PLC0415
     except ModuleNotFoundError as error:
         return "not installed" if error.name == "numba" else f"not importable: {error}"
@@ -73,6 +67,10 @@ def unusable() -> str:
     if numba.config.DISABLE_JIT:
         return "NUMBA_DISABLE_JIT is set"
     event.register("numba:compile", _listener(event.Listener))
+    with suppress(AttributeError):
+        # this library finds a C function of any name, also a `__dict__`; vLLM 0.32 looks into those of everything that
+        # is imported before an engine starts, and would fail
+        ffi.lib._fntab.setdefault("__dict__", {})  # noqa: SLF001
     return ""
 
 
@@ -156,7 +154,14 @@ def by_heads(run: Callable[[int, int], None], heads: int, microseconds: float) -
 @cache
 def pool() -> ThreadPoolExecutor:
     """Return the threads that compiled loops share work with."""
-    return ThreadPoolExecutor(CORES, thread_name_prefix="sfi")
+    return ThreadPoolExecutor(CORES, "sfi", _leave_core)
+
+
+def _leave_core() -> None:
+    # a thread begins on its maker's core, where a host may have bound each of PyTorch's threads to one, as vLLM does
+    with suppress(AttributeError, OSError):  # no Linux
+        threads = [int(task.name) for task in Path("/proc/self/task").iterdir()]
+        os.sched_setaffinity(0, set().union(*map(os.sched_getaffinity, threads)))
 
 
 def telling(heard: Callable[[], None]) -> AbstractContextManager[object]:
@@ -202,24 +207,46 @@ def fastest(backend: str, device: torch.device, *pages: torch.Tensor) -> str:
 
 
 def readable(*pages: torch.Tensor) -> bool:
-    """Say whether the loops read pages [P, H, N, D] as they lie: rows of a multiple of 8 numbers."""
+    """Say whether the loops read pages [P, H, N, D] as they lie: rows of a multiple of 8 numbers, at one distance."""
     return all(
-        page.device.type == "cpu" and page.dtype in KINDS and page.is_contiguous() and page.shape[-1] % 8 == 0
+        page.device.type == "cpu" and page.dtype in KINDS and page.shape[-1] % 8 == 0 and _pitch(page) > 0
         for page in pages
     )
+
+
+def _pitch(pages_PHND: torch.Tensor) -> int:
+    # the distance of rows in rows: 1 of contiguous pages, 2 where a key and a value lie side by side; 0 for no such
+    if pages_PHND.is_contiguous():
+        return 1
+    (_, H, N, D), (page, head, token, column) = pages_PHND.shape, pages_PHND.stride()
+    pitch, rest = divmod(token, D)
+    return pitch if (page, head, column, rest) == (H * head, N * token, 1, 0) else 0
 
 
 def check_readable(*pages: torch.Tensor) -> None:
     """Raise `ValueError` unless pages are `readable`."""
     if not readable(*pages):
         raise ValueError(
-            "pages must be contiguous, on the CPU, of a multiple of 8 numbers a row, and float32, bfloat16 or float16"
+            "pages must have rows at one distance, be on the CPU, of a multiple of 8 numbers a row, and float32, "
+            "bfloat16 or float16"
         )
 
 
 def pages_of(key_PHND: torch.Tensor, value_PHNE: torch.Tensor) -> tuple[Any, ...]:
-    """Return `readable` pages as rows of keys and of values: of float32, then of uint16; two of the four are empty."""
-    key_XD, value_XE = (pages.detach().view(-1, pages.shape[3]) for pages in (key_PHND, value_PHNE))
+    """Return pages as rows of keys and of values, and their pitch: of float32, then of uint16, two of which are empty.
+
+    Raise `ValueError` unless all rows are at one distance.
+    """
+    pitch = _pitch(key_PHND)
+    if not 0 < pitch == _pitch(value_PHNE):
+        raise ValueError("keys and values must have rows at one distance")
+    key_XD, value_XE = (_rows(pages, pitch) for pages in (key_PHND, value_PHNE))
     if key_XD.dtype == torch.float32:
-        return key_XD.numpy(), value_XE.numpy(), NO_HALVES, NO_HALVES
-    return NO_FLOATS, NO_FLOATS, key_XD.view(torch.uint16).numpy(), value_XE.view(torch.uint16).numpy()
+        return key_XD.numpy(), value_XE.numpy(), NO_HALVES, NO_HALVES, pitch
+    return NO_FLOATS, NO_FLOATS, key_XD.view(torch.uint16).numpy(), value_XE.view(torch.uint16).numpy(), pitch
+
+
+def _rows(pages_PHND: torch.Tensor, pitch: int) -> torch.Tensor:
+    # as one array, in which every row of pages is at `pitch` times its number
+    P, H, N, D = pages_PHND.shape
+    return pages_PHND.detach().as_strided((max(0, P * H * N * pitch - pitch + 1), D), (D, 1))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from sfi_kernels.code_scan import BatchCodes, code_scan
 from sfi_kernels.decode_attention import decode_attention, resident_programs, sparse_attention, split_plan, work_items
 from sfi_kernels.dense_attention import dense_attention, dense_attention_with_logits, window_logits
 from sfi_kernels.launch import KernelLimitError
@@ -60,7 +61,7 @@ class Case:
         return strided
 
     def on(self, op):
-        return op.on(self.backend)
+        return op.on("torch" if self.backend == "numba" and op is pack else self.backend)
 
     @property
     def segment(self) -> tuple[torch.Tensor, ...]:
@@ -91,13 +92,29 @@ def attends_with_logits(case: Case, key: torch.Tensor, value: torch.Tensor) -> l
 
 def verifies(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     operands = case.query, key, value, case.table, case.length
-    return [*dense_attention_with_logits(*operands, scale=1.0)]
+    return [*case.on(dense_attention_with_logits)(*operands, scale=1.0)]
 
 
 def attends_sparsely(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     segment = packs(case, key, value)
     operands = *segment[:2], segment[3], key, value, case.table, case.start, case.length
     return [case.on(sparse_attention)(case.query[:, :, :, 0], *operands, scale=0.3)]
+
+
+def chooses_by_codes(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """Code the new keys, and choose three of more, for requests that decode fast."""
+    requests = [StepRequest(mode=FAST, length=T, recent_start=T - 2, packed=4, sink=1) for T in LENGTHS]
+    step = describe_step(requests, work_items(3, H, 1), torch.device("cpu"))
+    codes = BatchCodes.empty(3, G, key, value, max(LENGTHS))
+    torch.manual_seed(1)
+    for part in (*codes[:3], codes.sum_BHE, codes.recent_BHXGD):
+        part.normal_()
+    codes.word_BHWT.random_()
+    position, length = int32([[[-1] * 5] * H] * 3), int32([[0] * H] * 3)
+    choice = case.on(code_scan)(
+        case.query[:, :, :, 0], key, value, case.table, step, codes, position, length, budget=3, scale=0.3, rest=0.5
+    )
+    return [choice.index_BHK, *choice.pseudo, *codes, position, length]
 
 
 def decodes(
@@ -181,6 +198,7 @@ CASES = [
     for run in (*WITH_KERNEL, *ON_CPU)
     for layout, E in ((halves, D), (tokens_first, 24), (transposed_keys, 24))
 ]
+CASES += [("numba", run, halves, D) for run in (attends, caps, verifies, attends_sparsely, chooses_by_codes)]
 # what a kernel takes: the numbers of a row lie together
 CASES += [
     case("triton", run, layout, E, kept=layout is tokens_first)
@@ -191,6 +209,8 @@ CASES += [
 
 @pytest.mark.parametrize(("backend", "run", "layout", "E"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_an_op_gives_what_it_gives_for_contiguous_pages(backend: str, run, layout, E: int):
+    if backend == "numba":
+        pytest.importorskip("numba")
     case = Case(backend, E)
     strided = case.laid_out(layout)
     assert not any(pages.is_contiguous() for pages in strided)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm import LLM, SamplingParams
 
+from sfi_core.hosts.vllm import cpu
 from tests.vllm import engines
 
 PROMPT = slice(100, 900)
@@ -47,6 +48,17 @@ def test_a_prompt_that_is_cached_gives_the_same_tokens(llm: LLM):
     first, second = (engines.ask(llm, [prompt], max_tokens=60)[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 672)
     engines.assert_same([first, second], engines.reference([prompt], 60, engines.SELECTS) * 2)
+
+
+def test_without_numba_the_tokens_are_the_same_and_the_log_says_so(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    for module in ("sfi_kernels.compiled", "sfi_core.hosts.vllm.cpu"):
+        monkeypatch.setattr(f"{module}.why_not", lambda: "not installed")
+    cpu.say_by_what.cache_clear()
+    prompts = [engines.example_ids()[:640], engines.example_ids()[40:90]]
+    engines.assert_same(engines.ask(llm, prompts), engines.reference(prompts, 40, engines.SELECTS))
+    assert "loops that numba compiles: not installed" in caplog.text
 
 
 def ask_each(llm: LLM, settings: list[dict[str, Any] | None]) -> list[Any]:

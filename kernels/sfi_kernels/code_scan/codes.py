@@ -68,7 +68,7 @@ class BatchCodes(NamedTuple):
     ) -> "BatchCodes":
         """Allocate for `rows` requests without basis of at most `capacity` tokens, `group` query heads a KV head."""
         (_, H, _, D), E, W = key_PHND.shape, value_PHNE.shape[3], words(key_PHND.shape[3])
-        zeros = torch.zeros(0, device=key_PHND.device).new_zeros
+        zeros = torch.zeros(0, dtype=torch.float32, device=key_PHND.device).new_zeros
         return cls(
             zeros(rows, H, D), zeros(rows, H, W, D, SLOTS), zeros(rows, H, W, SLOTS, D),
             zeros(rows, H, W, capacity, dtype=torch.int32), zeros(rows, H, E),

@@ -90,7 +90,7 @@ def end_head(sink_Q, pseudo_logit_Q, pseudo_value_E, most_Q, total_Q, out_QE):
 
 
 @inner
-def rows_of_positions(position, start, stop, table, H, h, N, row):
+def rows_of_positions(position, start, stop, table, H, h, N, pitch, row):
     """Write the numbers of the rows of pages that hold packed tokens and a range of recent ones; return how many."""
     n = len(position)
     for i in range(n):
@@ -108,6 +108,9 @@ def rows_of_positions(position, start, stop, table, H, h, N, row):
         for i in range(n):
             slot = np.int64(np.uint32(row[i]) // np.uint32(N))
             row[i] += ((np.int64(table[slot]) * H + h) - slot) * N
+    if pitch > 1:
+        for i in range(n):
+            row[i] *= pitch
     return n
 
 
@@ -118,9 +121,9 @@ def attend(
 ):  # fmt: skip
     """Attend to packed rows and a range of recent tokens with the last W tokens' queries, causally.
 
-    `pages` and `segment` are rows of keys and values, float32, then those of 16 bits: `kind` says which count. Packed
-    are positions in the pages, or if `S` is not 0 rows of a segment of S rows a head. No cap is 0, no sink and no
-    pseudo token an empty array; logits of the last token's queries are written where there is room.
+    `pages` and `segment` are of `compiled.pages_of`; `kind` says which of their rows count. Packed are positions in the
+    pages, or if `S` is not 0 rows of a segment of S rows a head. No cap is 0, no sink and no pseudo token an empty
+    array; logits of the last token's queries are written where there is room.
     """
     B, H, W, G, D = query_BHWGD.shape
     Q, longest = W * G, 0
@@ -128,8 +131,8 @@ def attend(
         longest = max(longest, S + position_BHS.shape[2] + stop_B[b] - start_B[b])
     query, room, row = np.empty((Q, D), F), np.empty((Q, TILE), F), np.empty(longest, np.int64)
     most, total, nothing = np.empty(Q, F), np.empty(Q, F), np.empty(0, F)
-    key, value, half_key, half_value = pages
-    packed_key, packed_value, half_packed_key, half_packed_value = segment
+    key, value, half_key, half_value, pitch = pages
+    packed_key, packed_value, half_packed_key, half_packed_value, packed_pitch = segment
     for b in range(B):
         for h in range(begin, end):
             tokens = min(W, stop_B[b]) if W > 1 else 1  # the others are padding
@@ -144,14 +147,14 @@ def attend(
             packed = length_BH[b, h]
             if S > 0:
                 for i in range(packed):
-                    row[i] = (b * H + h) * S + i
+                    row[i] = ((b * H + h) * S + i) * packed_pitch
                 read_rows(
                     kind, packed_key, packed_value, half_packed_key, half_packed_value, row, packed, query, cap, room,
                     most, total, out, room[:0, 0:],
                 )  # fmt: skip
                 packed = 0
             position = position_BHS[b, h, :packed]
-            n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, row)
+            n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, pitch, row)
             shared = n - max(tokens - 1, 0)
             for w in range(
                 max(tokens, 1)

@@ -1,21 +1,40 @@
 """CodeScan: keys as words, their scores, and the choice of a batch."""
 
 import math
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
 from sfi_kernels.code_scan.codes import BITS, DROPPED, LOWEST, SHIFTS, SLOTS
 from sfi_kernels.compiled import entry
-from sfi_kernels.loops.vectors import FLOAT32, F, add_row, bits_of, dot, exp_row, inner, largest, scale_row, widen
+from sfi_kernels.loops.vectors import (
+    F32,
+    FLOAT32,
+    I32,
+    MATH,
+    Code,
+    F,
+    add_row,
+    bits_of,
+    dot,
+    exp_row,
+    inner,
+    largest,
+    scale_row,
+    vector,
+    widen,
+)
 from sfi_kernels.step_descriptor import ALLOWED_START, ALLOWED_STOP, FAST, LENGTH, MODE, QUERIES
 
-BLOCK = 256  # keys whose levels are unpacked at once: 16 KiB
+BLOCK = 1024  # keys whose logits stay in the cache from word to word
 
 HALF = np.array([2.0 ** (width - 1) for width in BITS], F)
 SHIFT = np.array(SHIFTS, np.uint32)
 MASK = np.array([(2**width - 1) << shift for width, shift in zip(BITS, SHIFTS, strict=True)], np.uint32)
 MASK = MASK.view(np.int32)
-# the levels stay where they lie in the word, as signed numbers; this brings them back to 0, 1, 2, ...
 UNIT = np.array([2.0**-shift for shift in SHIFTS], F) * np.where(MASK < 0, F(-1), F(1))
 
 
@@ -66,28 +85,57 @@ def pack_levels(step_HTC, word_HWT):
             _pack(step_HTC[h, t], word_HWT[h, :, t])
 
 
-@inner
-def _unpack(word, level):
-    for s in range(SLOTS):
-        mask, row = MASK[s], level[s]
-        for i in range(len(word)):
-            row[i] = F(word[i] & mask)
+def _write_scores(code: Code) -> None:
+    b, (place, first, n) = code.builder, (code.args[1], code.args[4], code.args[5])
+    word_p, factor_p, logit_p = code.pointer(0, I32), code.pointer(2, F32), code.pointer(3, F32)
+    queries, length = code.size(3, 0), code.size(3, 1)
+
+    def keys(at: Any, width: int, query: Any, count: int) -> None:
+        wide = vector(F32, width)
+        words = code.load(word_p, b.add(place, at), vector(I32, width), 4)
+        rows = [b.add(query, code.count(q)) for q in range(count)]
+        starts = [b.gep(logit_p, [b.add(b.mul(row, length), b.add(first, at))]) for row in rows]
+        starts = [b.bitcast(start, wide.as_pointer()) for start in starts]
+        sums = [b.load(start, align=4) for start in starts]
+        for s in range(SLOTS):
+            level = b.sitofp(b.and_(words, ir.Constant(words.type, [int(MASK[s])] * width)), wide)
+            for q, row in enumerate(rows):
+                factor = code.load(factor_p, b.add(b.mul(row, code.count(SLOTS)), code.count(s)), F32, 4)
+                sums[q] = b.fadd(sums[q], b.fmul(code.spread(factor, width), level, flags=MATH), flags=MATH)
+        for start, total in zip(starts, sums, strict=True):
+            b.store(total, start, align=4)
+
+    def group(query: Any, count: int) -> None:
+        whole = b.and_(n, code.count(-16))
+        with code.loop(b.udiv(n, code.count(16))) as part:
+            keys(b.mul(part.index, code.count(16)), 16, query, count)
+        with code.loop(b.sub(n, whole)) as rest:
+            keys(b.add(whole, rest.index), 1, query, count)
+
+    with code.loop(b.udiv(queries, code.count(2))) as two:
+        group(b.mul(two.index, code.count(2)), 2)
+    with b.if_then(b.trunc(queries, ir.IntType(1))):
+        group(b.sub(queries, code.count(1)), 1)
 
 
-@inner
-def _add_levels(level, factor, y):
-    for s in range(0, SLOTS, 4):
-        l0, l1, l2, l3 = level[s], level[s + 1], level[s + 2], level[s + 3]
-        f0, f1, f2, f3 = factor[s], factor[s + 1], factor[s + 2], factor[s + 3]
-        for i in range(len(y)):
-            y[i] += (l0[i] * f0 + l1[i] * f1) + (l2[i] * f2 + l3[i] * f3)
+@intrinsic
+def _add_scores(context: Any, word_X: Any, place: Any, factor_GS: Any, logits_GT: Any, first: Any, n: Any) -> Any:
+    """Add what `n` words from `place` on say of keys to the logits from `first` on; two queries share a word's levels.
+
+    The levels stay where they lie in the word, as signed numbers: `factor_GS` brings them back to 0, 1, 2, ...
+    """
+
+    def generate(*given: Any) -> Any:
+        _write_scores(Code(*given))
+        return given[0].get_dummy_value()
+
+    return types.void(word_X, types.int64, factor_GS, logits_GT, types.int64, types.int64), generate
 
 
 @inner
 def _scan(query_GD, word_X, begin, stride, mean, query_WCD, scale, logits_GT):
     # score a head's keys by their words, which lie from `begin` of `word_X` on
     (G, T), W = logits_GT.shape, len(query_WCD)
-    level = np.empty((SLOTS, BLOCK), F)
     factor, constant = np.empty((W, G, SLOTS), F), np.empty(G, F)
     for g in range(G):
         constant[g] = dot(query_GD[g], mean) * scale
@@ -101,10 +149,7 @@ def _scan(query_GD, word_X, begin, stride, mean, query_WCD, scale, logits_GT):
         for g in range(G):
             logits_GT[g, first : first + n] = constant[g]
         for w in range(W):
-            place = begin + w * stride + first
-            _unpack(word_X[place : place + n], level)
-            for g in range(G):
-                _add_levels(level, factor[w, g], logits_GT[g, first : first + n])
+            _add_scores(word_X, begin + w * stride + first, factor[w], logits_GT, first, n)
 
 
 @inner
@@ -215,13 +260,14 @@ def _read(rows, half_rows, kind, row, wide):
 
 
 @inner
-def _row(table, t, H, h, N):
-    return (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
+def _row(table, t, H, h, N, pitch):
+    row = (np.uint64(table[t // N]) * np.uint64(H) + np.uint64(h)) * np.uint64(N) + np.uint64(t % N)
+    return row * np.uint64(pitch)
 
 
 @entry
 def code_scan(
-    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, kind, N, table_BP, step_BX, mean_BHD,
+    begin, end, query_BHGD, key_XD, value_XE, half_key_XD, half_value_XE, pitch, kind, N, table_BP, step_BX, mean_BHD,
     encode_BHWDC, query_BHWCD, word_BHWT, sum_BHE, summed_BH, position_BHS, length_BH, index_BHK, logit_BHG,
     value_BHE, unread_BHC, scale, rest,
 ):  # fmt: skip
@@ -237,7 +283,7 @@ def code_scan(
         logits = np.empty((query_BHGD.shape[2], n if n > K else 0), F)
         for h in range(begin, end):
             for t in range(step_BX[b, LENGTH] - step_BX[b, QUERIES], step_BX[b, LENGTH]):
-                _read(key_XD, half_key_XD, kind, _row(table_BP[b], t, H, h, N), key)
+                _read(key_XD, half_key_XD, kind, _row(table_BP[b], t, H, h, N, pitch), key)
                 _code(key, mean_BHD[b, h], encode_BHWDC[b, h], centered, word_BHWT[b, h, :, t])
             if mode != FAST:
                 continue
@@ -246,7 +292,7 @@ def code_scan(
                 known = first
                 scale_row(sum_BHE[b, h], F(0))
             for t in range(known, stop):
-                _read(value_XE, half_value_XE, kind, _row(table_BP[b], t, H, h, N), value)
+                _read(value_XE, half_value_XE, kind, _row(table_BP[b], t, H, h, N, pitch), value)
                 add_row(value, F(1), sum_BHE[b, h])
             summed_BH[b, h] = max(known, stop)
             add_row(sum_BHE[b, h], F(1) / F(max(1, max(known, stop) - first)), value_BHE[b, h])

@@ -87,7 +87,7 @@ def choose(arguments):
             for g in range(G):
                 put(kind, last_BHGD[b, h, g], float_ring, half_ring, place + g)
     code_scan(
-        h, h + 1, last_BHGD, key_YD, value_YD, half_key_YD, half_value_YD, kind, N, blocks(step), step_BX,
+        h, h + 1, last_BHGD, key_YD, value_YD, half_key_YD, half_value_YD, 1, kind, N, blocks(step), step_BX,
         carray(at_float32(layer[Layer.CODE_MEAN]), (B, H, D)),
         carray(at_float32(layer[Layer.CODE_ENCODE]), (B, H, W, D, SLOTS)),
         carray(at_float32(layer[Layer.CODE_QUERY]), (B, H, W, SLOTS, D)),

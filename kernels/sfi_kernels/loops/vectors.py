@@ -4,6 +4,7 @@ Loops over numbers are functions of their own, which LLVM turns into vector inst
 code does not become those that a CPU has, intrinsics write LLVM's own language (`Code`).
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from sfi_kernels import compiled
 
@@ -23,6 +24,14 @@ MATH = tuple(sorted(compiled.MATH))  # sums may change their order; infinity and
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 inner = njit(**compiled.OPTIONS)
+
+
+@overload(operator.getitem, strict=False)
+def _item_at(array: Any, place: Any) -> Any:
+    # by a name of `tables`, for numba 0.65, which vLLM 0.32 insists on
+    if isinstance(array, types.Array) and isinstance(place, types.IntEnumMember):
+        return lambda array, place: array[place.value]
+    return None
 
 
 def _bitcast(kind: Any, other: Any) -> Any:

@@ -2,8 +2,8 @@
 
 The cache is vLLM's, `[blocks, KV heads, tokens, K|V]`. vLLM's kernels write keys and values, and attend with prompts
 and with requests without a slot; sfi's attend with the decoding rows that have one, over the same blocks. On a CPU
-vLLM's platform always takes its own backend, so ours replaces that; without our connector it is vLLM's, unchanged. On
-a GPU vLLM's flags choose ours, see `attention_flags`; it has not run on one.
+`cpu` stands for vLLM's kernels; vLLM's platform always takes its own backend, so ours replaces that; without our
+connector it is vLLM's, unchanged. On a GPU vLLM's flags choose ours, see `attention_flags`; it has not run on one.
 """
 
 import copy
@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_availa
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.cpu import RowImpl
 from sfi_core.hosts.vllm.names import engine_of_process, give_room, is_configured, layer_index
 from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
 from sfi_core.state.layer_pages import PackedSegment
@@ -216,31 +217,15 @@ class PagedImpl(Mixin):
         return output
 
 
-LAYOUTS = ("vec", "vec16")  # keys of a block lie transposed, values as they are
-
-
 class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
-    """Makes the metadata, and chooses a layout of the cache that torch can read."""
+    """Makes the metadata."""
 
     reorder_batch_threshold = cpu_attn.CPUAttentionMetadataBuilder.reorder_batch_threshold
     supports_update_block_table = cpu_attn.CPUAttentionMetadataBuilder.supports_update_block_table
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if self._sfi and self.isa not in LAYOUTS:
-            self.isa: str = "vec" if self.block_size % 32 == 0 else "vec16"
-            self._set_isa_to_layers(layer_names)
 
-
-class SfiCpuImpl(PagedImpl, cpu_attn.CPUAttentionBackendImpl):
-    """Attends over the CPU's layout."""
-
-    def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View a layer's cache as keys and values, [blocks, H, tokens, D]; the keys' last stride is not 1."""
-        P, H, N, width = kv_cache.shape
-        D = width // 2
-        key, value = kv_cache.view(P, H, 2 * N, D).chunk(2, dim=2)
-        return key.view(P, H, D, N).transpose(2, 3), value
+class SfiCpuImpl(PagedImpl, RowImpl):
+    """Attends over the layout of GPUs."""
 
 
 class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):

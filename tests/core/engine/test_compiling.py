@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -84,17 +85,34 @@ def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path
 
 
 def test_numba_may_be_switched_off_or_broken(monkeypatch):
-    ask = compiled.unusable.__wrapped__  # not what has been told before
+    ask = compiled.why_not.__wrapped__  # not what has been told before
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     assert ask() == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba.core", None)
     assert ask().startswith("not importable: ")
 
 
-def test_numba_is_not_used_beside_vllm_imported_later(monkeypatch):
+def test_vllm_may_look_into_what_numba_brought():
+    """Its start reads the `__dict__` of whatever any module holds, and asks it for a `kernel`."""
     assert not compiled.why_not()
-    monkeypatch.setitem(sys.modules, "vllm", sys)
-    assert compiled.why_not() == "not beside vLLM"
+    held = [value for module in list(sys.modules.values()) for value in [*getattr(module, "__dict__", {}).values()]]
+    libraries = [value for value in held if type(value).__module__ == "llvmlite.binding.ffi"]
+    assert libraries
+    assert not any(vars(library).get("kernel") for library in libraries if hasattr(library, "__dict__"))
+
+
+def test_a_thread_of_the_pool_leaves_its_maker_s_core():
+    cores = os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("one core")
+
+    def bound() -> set[int]:
+        os.sched_setaffinity(0, {min(cores)})  # as OpenMP binds the thread that vLLM's model runs in
+        with compiled.pool.__wrapped__() as pool:
+            return pool.submit(os.sched_getaffinity, 0).result()
+
+    with ThreadPoolExecutor(1) as own:
+        assert own.submit(bound).result() == cores
 
 
 def test_an_outer_telling_keeps_its_own():

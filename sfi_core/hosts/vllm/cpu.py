@@ -1,0 +1,79 @@
+"""Attention on CPUs over the layout that vLLM's cache has on GPUs: a token's key and value side by side.
+
+vLLM's own kernels for CPUs keep the keys of a block transposed. A single key lies there in as many cache lines as it
+has numbers, so that a method that reads chosen tokens moves most of the keys. Layers that sfi manages are therefore
+written and read here: decoding by compiled loops, prompts by PyTorch's flash attention.
+"""
+
+import logging
+from functools import cache
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends import cpu_attn
+
+from sfi_core.engine.layer import FEW
+from sfi_kernels.compiled import fastest, why_not
+from sfi_kernels.dense_attention import dense_attention
+
+logger = logging.getLogger(__name__)
+
+
+class RowImpl(cpu_attn.CPUAttentionBackendImpl):
+    """vLLM's attention for CPUs, but over rows in layers that sfi `manages`."""
+
+    manages = False
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write the new tokens' rows; padding, -1, goes to block 0, which vLLM gives to nobody."""
+        if not self.manages:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        place_X, N = slot_mapping[: len(key)].clamp_min(0), kv_cache.shape[2]
+        kv_cache[place_X // N, :, place_X % N] = torch.cat((key, value), 2)[: len(place_X)]
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend causally with the queries of a batch, [tokens, heads, D], to what is cached of their requests."""
+        if not self.manages or attn_metadata is None:
+            whole: torch.Tensor = super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            return whole
+        say_by_what()
+        starts = attn_metadata.query_start_loc.tolist()
+        counts = [stop - start for start, stop in pairwise(starts)]
+        first = 0
+        for count, same in groupby(counts):
+            rows = slice(first, first := first + len([*same]))
+            tokens = slice(starts[rows.start], starts[rows.stop])
+            if count:
+                output[tokens] = self._alike(query[tokens], kv_cache, attn_metadata, rows).view_as(output[tokens])
+        return output
+
+    def _alike(self, query_XQD: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, rows: slice) -> torch.Tensor:
+        # of neighbors with as many tokens each, [tokens, heads, E]
+        H, B, (*_, heads, D) = self.num_kv_heads, rows.stop - rows.start, query_XQD.shape
+        query_BHGWD = query_XQD.reshape(B, -1, H, heads // H, D).permute(0, 2, 3, 1, 4)
+        key, value = kv_cache[..., :D], kv_cache[..., D:]
+        by = fastest("torch", query_XQD.device, key, value) if query_BHGWD.shape[3] <= FEW else "torch"
+        out_BHGWE = dense_attention.on(by)(
+            query_BHGWD, key, value, metadata.block_table[rows], metadata.seq_lens[rows], scale=self.scale,
+            soft_cap=self.logits_soft_cap or None, sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )  # fmt: skip
+        return out_BHGWE.permute(0, 3, 1, 2, 4).reshape(len(query_XQD), heads, -1)
+
+
+@cache
+def say_by_what() -> None:
+    """Log once what a process's decoding rows are computed by."""
+    why = why_not()
+    if why:
+        logger.warning("sfi attends in PyTorch's operators, slower than in loops that numba compiles: %s", why)
+    else:
+        logger.info("sfi attends in loops that numba compiles: the first steps on a machine wait for that")
