@@ -70,8 +70,13 @@ def graphs_on(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
 
 
 def capture(llm: LLM) -> None:
-    """Capture graphs as a worker on a GPU does once its cache is there."""
+    """Capture graphs as a worker on a GPU does once its cache is there.
+
+    Attention is called directly: of an operator of vLLM's the tape would hold the Python inside.
+    """
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    for layer in runner.compilation_config.static_forward_context.values():
+        layer.use_direct_call = True
     if not isinstance(runner, GPUModelRunner):  # the second
         runner.cudagraph_manager.capture(
             runner.model, runner.model_state, runner.input_buffers, runner.intermediate_tensors, runner.block_tables,
