@@ -9,8 +9,9 @@
 Lists, table and work begin at multiples of 16 bytes, so that a kernel is compiled once for all batch sizes.
 
 A decoding request reads its packed segment, that of its SLOT, then its pages from START on; a slow one has no packed
-tokens and starts at 0. A unit is 64 tokens of either. A request that reads its prompt has no work here. Some heads of a mixed request read
-everything, which START and PACKED describe; its sparse heads read packed rows, then the pages from MIXED's position on.
+tokens and starts at 0. A unit is 64 tokens of either. A request that reads its prompt has no work here. Some heads of a
+mixed request read everything, which START and PACKED describe; its sparse heads read packed rows, then the pages from
+MIXED's position on.
 """
 
 from collections.abc import Sequence
@@ -54,10 +55,10 @@ class NewRows(NamedTuple):
 class StepDescriptor:
     """One pass over the batch, in an int32 `buffer`.
 
-    `slow`, whose evidence is wanted, `fast` and `mixed` are rows of requests, in order; `mixed` is None where only the device knows, as in a CUDA
-    graph. `longest` are the cached tokens of the longest slow request, or a bound, 0 without one; `padding` the rows of
-    -1 behind the slow requests' lists; `queries` the most of a decoding request. `new` are rows of a layer that
-    `code_scan` or `code_tokens` appends to the pages, None where they are there.
+    `slow`, whose evidence is wanted, `fast` and `mixed` are rows of requests, in order; `mixed` is None where only the
+    device knows, as in a CUDA graph. `longest` are the cached tokens of the longest slow request, or a bound, 0 without
+    one; `padding` the rows of -1 behind the slow requests' lists; `queries` the most of a decoding request. `new` are
+    rows of a layer that `code_scan` or `code_tokens` appends to the pages, None where they are there.
     """
 
     buffer: torch.Tensor

@@ -84,7 +84,7 @@ def check_slots(
     policy: Policy, shape: SegmentShape, *, slots: int, layers: int, longest: int, query_heads: int, limit: int | None,
     beside: int = 0,
 ) -> None:  # fmt: skip
-    """Raise `ConfigError`, with what fits, for `slots` of more than `limit` bytes, and those `beside`; None is no limit.
+    """Raise `ConfigError`, with what fits, for `slots` and bytes `beside` them beyond `limit` bytes; None is no limit.
 
     In each, `layers` have a segment for a request of `longest` tokens with rows of `shape`, and the policy's summaries.
     """
@@ -103,8 +103,8 @@ def check_slots(
     fits = [f"budget to at most {budget}"] if budget > 0 else []
     fits += [f"slots to at most {fewer}"] if fewer > 0 else []
     raise ConfigError(
-        f"budget {policy.config.budget} for {slots} slots takes {(slots * slot + beside) / GB:.6g} GB of memory of their own, "
-        f"slots_memory allows {limit / GB:.6g} GB; set {' or '.join([*fits, 'slots_memory higher'])}"
+        f"budget {policy.config.budget} for {slots} slots takes {(slots * slot + beside) / GB:.6g} GB of memory of "
+        f"their own, slots_memory allows {limit / GB:.6g} GB; set {' or '.join([*fits, 'slots_memory higher'])}"
     )
 
 

@@ -86,11 +86,12 @@ def test_rows_find_their_packed_segments_by_slot(backend: str):
     """As under vLLM: fewer slots than rows, a slow row without one, queries that are parts of wider rows."""
     modes = [fields.FAST, fields.SLOW, fields.FAST, fields.SLOW]
     step = Step(backend, [260, 130, 65, 200], modes, places=8)
+    common = {"packed": 70, "sink": SINK}
     wanted = step.attend(evidence=True)
     slots, rows = [2, 0, 1, 0], torch.tensor([3, 2, 0])  # by row, and by slot; the slow row 1 has none
     descriptor = fields.describe_step(
         [
-            fields.StepRequest(mode=mode, length=T, recent_start=start, packed=70, sink=SINK, slot=slot, wanted=row != 1)
+            fields.StepRequest(mode=mode, length=T, recent_start=start, slot=slot, wanted=row != 1, **common)
             for row, (mode, T, start, slot) in enumerate(zip(modes, step.lengths, step.starts, slots, strict=True))
         ],
         work_items(4, H, 8), step.device,

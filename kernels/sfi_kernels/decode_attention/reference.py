@@ -116,8 +116,8 @@ def decode_attention(
     SLOT names. `out` is a contiguous tensor for the output; None makes one.
 
     With `evidence` the result has the logits (Eq. 4) of the last query of each slow request, and their log-sum-exp over
-    J, in a new tensor, or in `into`, a flat float32 buffer: the logits, then the sums. Paper gap: a step of the paper has
-    one query.
+    J, in a new tensor, or in `into`, a flat float32 buffer: the logits, then the sums. Paper gap: a step of the paper
+    has one query.
 
     In a step with mixed requests `dense_BH`, int32, is 1 for their KV heads that read the whole history, 0 for those
     that read the packed segment and the recent pages. In another step `pseudo` is a term of the fast requests' softmax
@@ -159,9 +159,8 @@ def decode_attention(
         return DecodeAttention(out)
     logits, log_sum = _evidence(query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options)
     if into is not None:
-        numbers = logits.numel()
-        logits = into[:numbers].view(logits.shape).copy_(logits)
-        log_sum = into[numbers:][: log_sum.numel()].view(log_sum.shape).copy_(log_sum)
+        both = into[: logits.numel()], into[logits.numel() :][: log_sum.numel()]
+        logits, log_sum = (room.view_as(part).copy_(part) for room, part in zip(both, (logits, log_sum), strict=True))
     return DecodeAttention(out, logits, log_sum)
 
 
@@ -289,9 +288,8 @@ def check(
     if pseudo is not None:
         parts = "X"[: pseudo.logit_BHG.dim() - 3]
         check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *pseudo, B=B, H=H, G=G, E=value.shape[3])
-    check_same(query, "query", packed_key=packed_key, packed_value=packed_value, **({} if out is None else {"out": out}))
-    if out is not None:
-        check_shapes("out BHGWE", out, B=B, H=H, G=G, W=W, E=value.shape[3])
+    check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
+    check_out(out, query, value)
     check_pages(query, "query", key=key, value=value)
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
@@ -306,3 +304,10 @@ def check(
     for name, other in (("pseudo", pseudo), ("position", position)):
         if other is not None and dense is not None:
             raise ValueError(f"{name} must be None in a step with mixed requests, got both")
+
+
+def check_out(out: torch.Tensor | None, query: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise the errors of `decode_attention` for an output that was given."""
+    if out is not None:
+        check_shapes("query BHGWD, value PHNE, out BHGWE", query, value, out)
+        check_same(query, "query", out=out)

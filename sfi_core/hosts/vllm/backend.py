@@ -139,6 +139,7 @@ class PagedBackend(SfiBackend):
     supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
     supports_rswa = _no  # no layer forgets generated tokens
     supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
+    supports_kv_cache_update_bypass = False  # a part of a batch is cut out of its keys, too
 
 
 class PagedImpl(Mixin):

@@ -8,6 +8,7 @@ has run, outside the graph, all layers select from it together.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class RowLaunch:
         # a dense layer reads no packed rows, and has none
         segment = run.segments.get(index) or next(iter(run.segments.values()))
         pages, into = run.store.pages(index), self.evidence.get(index)
-        self._heads[index], run.options[index] = query_RHGD.shape[1:3], options
+        _, H, G, _ = query_RHGD.shape
+        self._heads[index], run.options[index] = (H, G), options
         decode_attention.triton(
             query_RHGD.unsqueeze(3), segment.key_BHSD, segment.value_BHSE, segment.length_BH, pages.key_PHND,
             pages.value_PHNE, table_RP[:R], step, **options, evidence=into is not None, into=into,
@@ -132,7 +134,7 @@ class RowLaunch:
             query = run.prompt_queries.with_kept(layer, query)[:, :, :, -window:]
             logits = layer.logits((0,), query)
             logits[:, :, :, -1:], _ = self._parts(index, [place], length)  # nobody has kept the last query
-            select.refresh((layer,), (0,), query, ((lambda logits=logits: logits), None))
+            select.refresh((layer,), (0,), query, (partial(torch.clone, logits), None))
 
     def _parts(self, index: int, places: Sequence[int], longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         # the evidence in some places: logits [R, H, G, 1, longest], and their sums
