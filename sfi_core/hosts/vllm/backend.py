@@ -19,8 +19,9 @@ from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_availa
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, part_of
 from sfi_core.hosts.vllm.names import decodes_in_graphs, give_room, is_configured, is_full, layer_index
-from sfi_core.hosts.vllm.worker import RowMatcher, WorkerEngine, last_blocks, part_of
+from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
 Mixin: Any = object  # beside vLLM's own class, whose attributes it uses

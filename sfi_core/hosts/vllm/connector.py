@@ -12,7 +12,8 @@ from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.planner import TOTALS, Plan, Planner
+from sfi_core.hosts.vllm.plan import Plan
+from sfi_core.hosts.vllm.planner import TOTALS, Planner
 from sfi_core.hosts.vllm.rows import EVIDENCE, RowLaunch
 from sfi_core.hosts.vllm.settings import RequestSettings, check_host
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine

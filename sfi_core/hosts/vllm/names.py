@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
-from sfi_core.hosts.vllm.planner import Scheduled
+from sfi_core.hosts.vllm.plan import Scheduled
 from sfi_core.hosts.vllm.rows import evidence_numbers, shares_launch
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.hosts.vllm.worker import kept_of

@@ -13,6 +13,7 @@ from typing import Any
 
 from sfi_core.engine.ledger import Reads, RequestPass, close_step, enter, plan_step, step_fields, step_shape
 from sfi_core.engine.report import RequestReport
+from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan, Scheduled
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
@@ -20,54 +21,6 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import FAST, PROMPT, SLOW
-
-NO_SLOT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One scheduled request of one engine step; `request` is its number among all that the server has seen.
-
-    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens in the
-    cache before the step, `block` is that of the last new token, which no other request has. After a preemption
-    `request_pass` reads the generated tokens too. `step` is the decoding step t, within the prompt the first one to
-    come. `opens` says whether the request gets its slot with this piece, after `generated` tokens, `selects` whether it
-    then selects anew by the evidence of this step.
-    """
-
-    request: int
-    slot: int
-    start: int
-    block: int
-    request_pass: RequestPass
-    step: int = 0
-    opens: bool = False
-    generated: int = 0
-    selects: bool = False
-
-    @property
-    def count(self) -> int:
-        """New tokens."""
-        return self.request_pass.count
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache after the step."""
-        return self.start + self.count
-
-    @property
-    def decode(self) -> bool:
-        """Whether the request decodes; otherwise it reads a piece of its prompt."""
-        return self.request_pass.kind != PROMPT
-
-
-@dataclass(slots=True)
-class Plan:
-    """The plan of one step: the scheduled requests, and the slots freed since the last step."""
-
-    entries: list[Entry]
-    freed: list[int]
-
 
 # what `sfi generate --json` says of a request too
 SHARED = (
@@ -118,16 +71,6 @@ TOTALS = {  # the server's counters, and what `/metrics` says of them
     "context": "Cached tokens that full attention would have read in these steps.",
     "selection": "What choosing read in these steps, in cached tokens' worth.",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step's schedule: new tokens by request; blocks and cached tokens of those that begin; others' new blocks."""
-
-    count: Mapping[str, int]
-    opened: Mapping[str, tuple[Sequence[int], int]]
-    blocks: Mapping[str, Sequence[int]]
-    preempted: Sequence[str]
 
 
 class Planner:

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sfi_core.hosts.vllm.planner import Entry, Planner, Scheduled, Tracked
+from sfi_core.hosts.vllm.plan import Entry, Scheduled
+from sfi_core.hosts.vllm.planner import Planner, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.triggers.trigger import Trigger

@@ -7,8 +7,9 @@ import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.planner import Entry
-from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, kept_of, last_blocks, part_of
+from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, part_of
+from sfi_core.hosts.vllm.plan import Entry
+from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, kept_of
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered

@@ -9,7 +9,7 @@ import torch
 from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.rows import RowLaunch, evidence_numbers, shares_launch
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.policies import policy_class
