@@ -17,8 +17,8 @@ from tests.vllm.test_cuda_backend import plain_backend
 
 EXTRA = {"budget": 24, "recent": 16, "sink": 4, "window_prefill": 3, "t_max": 6}
 OPTIONS = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 512, "block_size": 32}
-# the last piece of 65 and of 129 is a single token, which vLLM takes for a decoding row
-IDS = [[5 + (7 * place + length) % 400 for place in range(length)] for length in (3, 65, 129, 300, 65)]
+# the last piece of 1, 65 and 129 is a single token, which vLLM takes for a decoding row
+IDS = [[5 + (7 * place + length) % 400 for place in range(length)] for length in (1, 65, 129, 300, 65)]
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from sfi_core.engine.attend import attend, end_prompts
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
+from sfi_core.errors import BackendError
 from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.rows import PADDING, RowLaunch
 from sfi_core.policies.base import Policy
@@ -131,6 +132,8 @@ class WorkerEngine:
             self.run.requests[slot] = RequestState(request=-1, finished=True)
             self._reading.pop(slot, None)
         built, self.built = self.built, {}
+        if plan.entries and not built:
+            raise BackendError("vLLM's model runner must build attention's metadata before it binds the plan, for sfi")
         for enter in built.values() if plan.entries else ():
             enter(self)
 
