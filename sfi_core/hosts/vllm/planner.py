@@ -200,7 +200,8 @@ class Planner:
 
     def _asks(self, tracked: Tracked, one: RequestPass) -> bool:
         policy = tracked.policy
-        asks = policy.selects_after if one.ends_prompt else one.kind == SLOW and policy.refreshes()
+        refreshes = policy.refreshes() or tracked.blind
+        asks = policy.selects_after if one.ends_prompt else one.kind == SLOW and refreshes
         return tracked.slot != NO_SLOT and asks
 
     def _put_off(self, tracked: Tracked, one: RequestPass) -> RequestPass:
