@@ -59,6 +59,8 @@ vllm-env:  ## Make the environment of the tests of sfi in vLLM, unless it is the
 
 test-vllm: vllm-env  ## Run the tests of sfi in vLLM, in an environment of their own
 	$(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
+	VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_VENV)/bin/python -m pytest -n 2 --dist loadfile \
+	  $(addprefix tests/vllm/test_,full_graphs.py small_budget.py cuda_backend.py)
 
 soak: vllm-env  ## Serve 2,000 requests, many of them hostile, and look for what they leave behind
 	SFI_SOAK=2000 $(VLLM_VENV)/bin/python -m pytest -s tests/vllm/test_soak.py

@@ -26,7 +26,7 @@ from sfi_kernels.dense_attention import dense_attention, window_logits
 from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.pack.reference import packed_positions
 from sfi_kernels.selector import formulas, selector
-from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MIXED, MODE, PACKED, QUERIES, START
+from sfi_kernels.step_descriptor import FAST, IDLE, LENGTH, MIXED, MODE, PACKED, QUERIES, SLOT, START
 from sfi_kernels.top_k import top_k
 from sfi_kernels.top_k.reference import without_wait
 
@@ -272,11 +272,13 @@ def recall_by_masks(
 
 def whole_attention(
     query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE, table_BP, step,
-    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, dense_BH=None,
+    *, scale, soft_cap=None, sink_HG=None, evidence=False, into=None, out=None, dense_BH=None,
     pseudo=None, position_BHS=None, ring=None,
 ):  # fmt: skip
     """Attend to every page and packed row, with masks: lengths and modes are read where they lie."""
     W, words = query_BHGWD.shape[3], step.table_BX
+    packed = packed_key_BHSD, packed_value_BHSE, packed_length_BH
+    packed_key_BHSD, packed_value_BHSE, packed_length_BH = (part[words[:, SLOT].long()] for part in packed)
     key, value = (pages[table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in (key_PHND, value_PHNE))
     if ring is not None:
         near = (pages[ring.block_table_BP.long()].transpose(1, 2).flatten(2, 3) for pages in ring[:2])
@@ -284,7 +286,7 @@ def whole_attention(
         is_fast = is_fast[:, :, None, None]
         key, value = (torch.where(is_fast, *both) for both in zip(near, (key, value), strict=True))
     if position_BHS is not None:  # rows in their pages, as the benchmark's packed ones
-        row_BHS = position_BHS.clamp_min(0).long()[..., None]
+        row_BHS = position_BHS[words[:, SLOT].long()].clamp_min(0).long()[..., None]
         packed_key_BHSD, packed_value_BHSE = (x.take_along_dim(row_BHS, 2) for x in (key, value))
     place_T, place_S = torch.arange(key.shape[2]), torch.arange(packed_key_BHSD.shape[2])
     last_BW = words[:, LENGTH, None] - torch.arange(W, 0, -1)  # the token of each query
@@ -311,19 +313,30 @@ def whole_attention(
     if sink_HG is not None:  # a term without a value
         logits = torch.cat([logits, sink_HG[:, :, None, None].expand(*logits.shape[:4], 1)], 4)
     share = logits.softmax(-1).nan_to_num()[..., : values.shape[2]]
-    out = torch.einsum("bhgwt,bhte->bhgwe", share, values)
+    made = torch.einsum("bhgwt,bhte->bhgwe", share, values)
+    out = made if out is None else stored(out.view(-1), made)
     if not evidence or not step.slow_rows:
         return DecodeAttention(out)
+    return DecodeAttention(out, *evidence_of(query_BHGWD, key, step, sparse_BH, into, scale=scale, soft_cap=soft_cap))
+
+
+def evidence_of(query_BHGWD, key_BHTD, step, sparse_BH, into, *, scale, soft_cap):
+    """Compute the last queries' logits of the slow requests and padding, and their sums over J."""
     which, sink, length, start = step.slow_R
     rows = which.clamp_min(0).long()
-    logits_R = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key[rows]) * scale
+    logits_R = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD[rows, :, :, -1:], key_BHTD[rows]) * scale
     logits_R = capped(logits_R, soft_cap)
     logits_R = logits_R[..., : step.longest]
     place = torch.arange(logits_R.shape[-1])
     allowed = (place >= sink[:, None]) & (place < start[:, None])
     sums = logits_R.masked_fill(~allowed[:, None, None, None], -torch.inf).logsumexp(-1)
-    kept = (place < length[:, None])[:, None, None, None] & ~sparse_BH[rows][:, :, None, None, None]
-    logits_R = torch.where(kept, logits_R, torch.nan)  # undefined
+    within = (place < length[:, None])[:, None, None, None] & ~sparse_BH[rows][:, :, None, None, None]
+    logits_R = torch.where(within, logits_R, torch.nan)  # undefined
     if into is not None:
-        logits_R = into[: logits_R.numel()].view(logits_R.shape).copy_(logits_R)
-    return DecodeAttention(out, logits_R, sums)
+        logits_R, sums = stored(into, logits_R), stored(into[logits_R.numel() :], sums)
+    return logits_R, sums
+
+
+def stored(room, part):
+    """Copy a tensor into the beginning of a flat buffer."""
+    return room[: part.numel()].view(part.shape).copy_(part)

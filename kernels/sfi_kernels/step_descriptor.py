@@ -8,9 +8,10 @@
 
 Lists, table and work begin at multiples of 16 bytes, so that a kernel is compiled once for all batch sizes.
 
-A decoding request reads its packed segment, then its pages from START on; a slow one has no packed tokens and starts at
-0. A unit is 64 tokens of either. A request that reads its prompt has no work here. Some heads of a mixed request read
-everything, which START and PACKED describe; its sparse heads read packed rows, then the pages from MIXED's position on.
+A decoding request reads its packed segment, that of its SLOT, then its pages from START on; a slow one has no packed
+tokens and starts at 0. A unit is 64 tokens of either. A request that reads its prompt has no work here. Some heads of a
+mixed request read everything, which START and PACKED describe; its sparse heads read packed rows, then the pages from
+MIXED's position on.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,13 @@ ALIGNED = 4  # int32 numbers of 16 bytes
     SINK,  # sink tokens
     ALLOWED_START,  # the candidate set J, from ...
     ALLOWED_STOP,  # ... up to here, where the recent segment begins
-    EVIDENCE,  # place in the slow list; -1 for a request that is not slow
+    EVIDENCE,  # place in the slow list; -1 for a request that is not there
     FIRST,  # first work item
     SPLITS,  # work items
     MIXED,  # 0, or where heads may differ: 1 + the first token of the pages that a sparse head reads
     QUERIES,  # queries of a request that decodes, the last ones of the pass; 0 for another request
-) = range(12)
+    SLOT,  # row of the packed segments, which may have other rows than the batch
+) = range(13)
 
 
 class NewRows(NamedTuple):
@@ -53,10 +55,10 @@ class NewRows(NamedTuple):
 class StepDescriptor:
     """One pass over the batch, in an int32 `buffer`.
 
-    `slow`, `fast` and `mixed` are rows of requests, in order; `mixed` is None where only the device knows, as in a CUDA
-    graph. `longest` are the cached tokens of the longest slow request, or a bound, 0 without one; `padding` the rows of
-    -1 behind the slow requests' lists; `queries` the most of a decoding request. `new` are rows of a layer that
-    `code_scan` or `code_tokens` appends to the pages, None where they are there.
+    `slow`, whose evidence is wanted, `fast` and `mixed` are rows of requests, in order; `mixed` is None where only the
+    device knows, as in a CUDA graph. `longest` are the cached tokens of the longest slow request, or a bound, 0 without
+    one; `padding` the rows of -1 behind the slow requests' lists; `queries` the most of a decoding request. `new` are
+    rows of a layer that `code_scan` or `code_tokens` appends to the pages, None where they are there.
     """
 
     buffer: torch.Tensor
@@ -128,7 +130,8 @@ class StepRequest:
 
     `length` are the cached tokens, of which `count` are new: a decoding request's queries. `packed` are at least as
     many tokens as any KV head has packed. The sparse heads of a `mixed` request read pages from `sparse_start` on, None
-    for `recent_start`: on a slow step their packed segment is still the last one, while J has grown.
+    for `recent_start`: on a slow step their packed segment is still the last one, while J has grown. Its rows are in
+    `slot`, None for the request's row in the batch. Of a slow request the evidence is `wanted` or not.
     """
 
     mode: int
@@ -139,6 +142,8 @@ class StepRequest:
     count: int = 1
     mixed: bool = False
     sparse_start: int | None = None
+    slot: int | None = None
+    wanted: bool = True
 
     @property
     def decodes(self) -> bool:
@@ -154,7 +159,7 @@ def describe_step(
     `into` is the buffer of an earlier descriptor of as many requests and `work_items`; None makes one. Raise
     `ValueError` for a decoding request without a query, or with more than its kind may have.
     """
-    slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW)
+    slow = tuple(row for row, request in enumerate(requests) if request.mode == SLOW and request.wanted)
     slow_requests = [requests[row] for row in slow]
     lists = [
         [request.length for request in requests],
@@ -168,7 +173,7 @@ def describe_step(
     room = list_room(len(requests))
     numbers = [number for part in lists for number in [*part, *[-1] * (room - len(part))]]
     for row, request in enumerate(requests):
-        numbers += _words(request, slow.index(row) if request.mode == SLOW else -1)
+        numbers += _words(request, row, slow.index(row) if row in slow else -1)
     buffer = torch.tensor(numbers + [-1] * (4 * work_items), dtype=torch.int32)
     longest = max((request.length for request in slow_requests), default=0)
     fast = tuple(row for row, request in enumerate(requests) if request.mode == FAST)
@@ -188,10 +193,11 @@ def fast_step(start_B: torch.Tensor, length_B: torch.Tensor, work_items: int, pa
     for word, number in ((MODE, FAST), (PACKED, packed), (QUERIES, 1)):
         table[:, word].fill_(number)
     table[:, LENGTH], table[:, START] = length_B, start_B
+    table[:, SLOT] = torch.arange(B, device=length_B.device)
     return step
 
 
-def _words(request: StepRequest, evidence: int) -> list[int]:
+def _words(request: StepRequest, row: int, evidence: int) -> list[int]:
     most = request.length if request.mode == SLOW and not request.mixed else 1
     if request.decodes and not 1 <= request.count <= most:
         rule = "at most its length in a slow request, and 1 in a fast or mixed one"
@@ -200,6 +206,7 @@ def _words(request: StepRequest, evidence: int) -> list[int]:
     words[MODE], words[LENGTH], words[SINK] = request.mode, request.length, request.sink
     words[ALLOWED_START], words[ALLOWED_STOP] = request.sink, request.recent_start
     words[EVIDENCE], words[QUERIES] = evidence, request.count if request.decodes else 0
+    words[SLOT] = row if request.slot is None else request.slot
     if request.mixed and request.decodes:
         words[MIXED] = 1 + (request.recent_start if request.sparse_start is None else request.sparse_start)
     elif request.mode != SLOW:

@@ -113,7 +113,7 @@ def read(
         dense_XH = run.dense_heads_of(layer.index, query_BHGTD.shape[1])
         dense_BH = dense_XH.index_select(0, step.table_BX[:, MODE])
     if step.slow_rows and run.policy.refreshes() and not layer.left_dense:
-        numbers = step.slow_rows * query_BHGTD.shape[1:3].numel() * run.store.capacity
+        numbers = step.slow_rows * query_BHGTD.shape[1:3].numel() * (run.store.capacity + 1)
         into = run.maintenance.room(numbers, query_BHGTD.device)
     run.store.ready(layer.index)
     return decode_attention.triton(

@@ -222,7 +222,7 @@ def refresh(
     if len(places) < len(rows):
         for place, row in enumerate(rows):
             if place not in places:
-                put(layers, (row,), _nothing(query_RHGWD))
+                put(layers, (row,), nothing(query_RHGWD))
         if not places:
             return
         rows, query_RHGWD = tuple(rows[place] for place in places), query_RHGWD[places]
@@ -319,10 +319,11 @@ def end_prompt(layer: Layer, query_BHGTD: torch.Tensor) -> None:
             window = min(run.policy.config.window_prefill, run.requests[row].length)
             refresh((layer,), (row,), last_BHGWD[row : row + 1, :, :, -window:])
         else:
-            put((layer,), (row,), _nothing(last_BHGWD))
+            put((layer,), (row,), nothing(last_BHGWD))
 
 
-def _nothing(query_BHGWD: torch.Tensor) -> Selection:
+def nothing(query_BHGWD: torch.Tensor) -> Selection:
+    """Return a selection of no positions for one request."""
     return Selection(query_BHGWD.new_empty(1, query_BHGWD.shape[1], 0, dtype=torch.int32))
 
 

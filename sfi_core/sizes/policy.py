@@ -81,9 +81,10 @@ class PolicyReads:
 
 
 def check_slots(
-    policy: Policy, shape: SegmentShape, *, slots: int, layers: int, longest: int, query_heads: int, limit: int | None
-) -> None:
-    """Raise `ConfigError`, with what fits, for `slots` of more than `limit` bytes; None is no limit.
+    policy: Policy, shape: SegmentShape, *, slots: int, layers: int, longest: int, query_heads: int, limit: int | None,
+    beside: int = 0,
+) -> None:  # fmt: skip
+    """Raise `ConfigError`, with what fits, for `slots` and bytes `beside` them beyond `limit` bytes; None is no limit.
 
     In each, `layers` have a segment for a request of `longest` tokens with rows of `shape`, and the policy's summaries.
     """
@@ -94,15 +95,16 @@ def check_slots(
     summary, sink = policy.summary_bytes(layer, longest), policy.config.sink
     row_bytes = shape.row_bytes(packs=not policy.chooses)
     slot = layers * (packed_rows(policy, longest) * row_bytes + summary)
-    if limit is None or slots * slot <= limit:
+    if limit is None or slots * slot + beside <= limit:
         return
-    budget = (limit // (slots * layers) - summary) // row_bytes - sink
-    fewer = limit // slot
+    left = max(0, limit - beside)
+    budget = (left // (slots * layers) - summary) // row_bytes - sink
+    fewer = left // slot
     fits = [f"budget to at most {budget}"] if budget > 0 else []
     fits += [f"slots to at most {fewer}"] if fewer > 0 else []
     raise ConfigError(
-        f"budget {policy.config.budget} for {slots} slots takes {slots * slot / GB:.6g} GB of memory of their own, "
-        f"slots_memory allows {limit / GB:.6g} GB; set {' or '.join([*fits, 'slots_memory higher'])}"
+        f"budget {policy.config.budget} for {slots} slots takes {(slots * slot + beside) / GB:.6g} GB of memory of "
+        f"their own, slots_memory allows {limit / GB:.6g} GB; set {' or '.join([*fits, 'slots_memory higher'])}"
     )
 
 

@@ -180,7 +180,7 @@ def test_logits_of_every_size_come_out_right(backend: str):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[B=2, H=2, S, D=16\]"),
+        ("packed_key_BHSD", lambda t: t[:, :, :, :8], r"packed_key must be \[Z, H=2, S, D=16\]"),
         ("packed_value_BHSE", lambda t: t[:, :, :3], "packed_value must be"),
         ("packed_length_BH", lambda t: t.long(), "packed_length must be int32, got torch.int64"),
         ("key_PHND", lambda t: t.half(), "key must have the dtype of query, .*32, got .*16"),

@@ -61,7 +61,7 @@ def test_a_sparse_head_s_recent_segment_begins_anywhere_in_pages_of_any_size(bac
 def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
     """Eq. 4 and the sum over J; what sparse heads hand out is -inf, which the Selector can tell."""
     step = step_of(backend)
-    into = torch.full((MODES.count(fields.SLOW) * H * 2 * max(LENGTHS),), torch.inf)
+    into = torch.full((MODES.count(fields.SLOW) * H * 2 * (max(LENGTHS) + 1),), torch.inf)
     result = step.attend(evidence=True, into=into)
     slow = [row for row, mode in enumerate(MODES) if mode == fields.SLOW]
     for place, row in enumerate(slow):
@@ -80,6 +80,37 @@ def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
             in_J = expected[:, SINK : step.starts[row]].logsumexp(-1)
             torch.testing.assert_close(log_sum.double(), in_J, rtol=0, atol=bound)
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
+
+
+def test_rows_find_their_packed_segments_by_slot(backend: str):
+    """As under vLLM: fewer slots than rows, a slow row without one, queries that are parts of wider rows."""
+    modes = [fields.FAST, fields.SLOW, fields.FAST, fields.SLOW]
+    step = Step(backend, [260, 130, 65, 200], modes, places=8)
+    common = {"packed": 70, "sink": SINK}
+    wanted = step.attend(evidence=True)
+    slots, rows = [2, 0, 1, 0], torch.tensor([3, 2, 0])  # by row, and by slot; the slow row 1 has none
+    descriptor = fields.describe_step(
+        [
+            fields.StepRequest(mode=mode, length=T, recent_start=start, slot=slot, wanted=row != 1, **common)
+            for row, (mode, T, start, slot) in enumerate(zip(modes, step.lengths, step.starts, slots, strict=True))
+        ],
+        work_items(4, H, 8), step.device,
+    )  # fmt: skip
+    assert (descriptor.slow, descriptor.fast) == ((3,), (0, 2))
+    split_plan.on(backend)(descriptor, H, 8)
+    operands = step.operands()
+    for name in ("packed_key_BHSD", "packed_value_BHSE", "packed_length_BH"):
+        operands[name] = operands[name][rows.to(step.device)].contiguous()
+    query = operands["query_BHGWD"]
+    wide = query.new_full((4, H * 2 + 3, query.shape[4]), torch.nan)
+    wide[:, : H * 2] = query.flatten(1, 3)
+    operands["query_BHGWD"] = wide[:, : H * 2].view(4, H, 2, 1, -1)
+    out = torch.full_like(query, torch.nan).contiguous()
+    result = decode_attention.on(backend)(**operands, descriptor=descriptor, scale=SCALE, evidence=True, out=out)
+    assert result.out_BHGWE is out
+    torch.testing.assert_close(out.cpu(), wanted.out_BHGWE)
+    torch.testing.assert_close(result.logits_BHGWT.cpu()[..., :200], wanted.logits_BHGWT[1:, ..., :200])
+    torch.testing.assert_close(result.log_sum_BHGW.cpu(), wanted.log_sum_BHGW[1:])
 
 
 def test_marks_and_mixed_requests_come_together(backend: str):
@@ -371,7 +402,7 @@ def test_the_plan_does_not_change_what_several_queries_give(backend: str, places
 
 def test_the_last_query_hands_out_its_logits(backend: str):
     step = Verification(backend, [150, 65, 17], [fields.SLOW, fields.FAST, fields.SLOW], counts=[5, 1, 17])
-    room = torch.full((2 * H * 2 * 150,), torch.nan)
+    room = torch.full((2 * H * 2 * 151,), torch.nan)
     result = step.assert_plain(into=room)
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
 

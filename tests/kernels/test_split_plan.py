@@ -230,19 +230,20 @@ def test_the_words_of_a_ragged_batch():
         fields.ALLOWED_STOP,
         fields.EVIDENCE,
         fields.QUERIES,
+        fields.SLOT,
         fields.FIRST,
         fields.SPLITS,
         fields.MIXED,
     ]
-    assert sorted(named) == list(range(12))
-    assert step.table_BX[:, [*named, *range(12, fields.WORDS)]].tolist() == [
-        [*words, *[0] * (fields.WORDS - 9)]
+    assert sorted(named) == list(range(13))
+    assert step.table_BX[:, [*named, *range(13, fields.WORDS)]].tolist() == [
+        [*words, *[0] * (fields.WORDS - 10)]
         for words in (
-            [fields.SLOW, 130, 4, 0, 0, 4, 101, 0, 1],
-            [fields.IDLE, 77, 3, 50, 20, 3, 50, -1, 0],
-            [fields.FAST, 1000, 5, 873, 68, 5, 873, -1, 1],
-            [fields.SLOW, 2000, 2, 0, 0, 2, 1900, 1, 1],
-            [fields.FAST, 9, 1, 1, 1, 1, 1, -1, 1],
+            [fields.SLOW, 130, 4, 0, 0, 4, 101, 0, 1, 0],
+            [fields.IDLE, 77, 3, 50, 20, 3, 50, -1, 0, 1],
+            [fields.FAST, 1000, 5, 873, 68, 5, 873, -1, 1, 2],
+            [fields.SLOW, 2000, 2, 0, 0, 2, 1900, 1, 1, 3],
+            [fields.FAST, 9, 1, 1, 1, 1, 1, -1, 1, 4],
         )
     ]
     assert (fields.IDLE, fields.PROMPT, fields.FAST, fields.SLOW) == (0, 1, 2, 3)

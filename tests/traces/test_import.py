@@ -1,5 +1,7 @@
 """What files of selections become a trace, and which are refused, with the row."""
 
+import base64
+import json
 from pathlib import Path
 
 import numpy as np
@@ -244,3 +246,19 @@ def test_the_page_s_lines_make_arrays_of_rows(tmp_path, monkeypatch):
     trace = imported(tmp_path / "indexer.npz")
     assert_supports_are(trace, sets)
     assert [row["token_id"] for row in rows(trace, "steps")] == arrays["token_ids"].tolist()
+
+
+def test_the_page_s_lines_make_arrays_of_sglang_s_answer(tmp_path, monkeypatch):
+    """Base64 of int32, a row for every token but the last, as its `extract_indexer_topk_from_meta_info` reads it."""
+    monkeypatch.chdir(tmp_path)
+    prompt, ids = list(range(6)), [7, 8, 9, 3]
+    place = np.arange(2048, dtype=np.int32)
+    seen = place < np.arange(1, len(prompt) + len(ids))[:, None]  # what each token may attend to
+    raw = np.broadcast_to(np.where(seen, place, -1)[:, None], (len(seen), 61, 2048)).astype(np.int32)
+    answer = {"output_ids": ids, "meta_info": {"indexer_topk": base64.b64encode(raw.tobytes()).decode()}}
+    for name, value in (("answer.json", answer), ("prompt.json", prompt)):
+        Path(name).write_text(json.dumps(value))
+    run_block(4)
+    assert_supports_are(
+        imported(tmp_path / "indexer.npz"), {(t, layer): list(range(6 + t)) for t in range(4) for layer in range(61)}
+    )

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, RequestOutput, SamplingParams
-from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 
 import sfi_core
 from sfi_core import SfiConfig
-from sfi_core.hosts.vllm.names import engine_of_process
 from sfi_core.hosts.vllm.planner import Planner
+from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.models.load import BUNDLED
 
 EXAMPLE = json.loads((BUNDLED.parent / "example.json").read_text())
@@ -79,6 +79,12 @@ def planner_of(llm: LLM) -> Planner:
     """Return the planner of an engine in this process."""
     planner: Planner = llm.llm_engine.engine_core.engine_core.scheduler.connector.planner
     return planner
+
+
+def engine_of_process() -> WorkerEngine:
+    """Return the worker's engine of this process."""
+    engine: WorkerEngine = get_kv_transfer_group().engine
+    return engine
 
 
 def counted(llm: LLM, name: str) -> float:

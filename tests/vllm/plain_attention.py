@@ -65,11 +65,9 @@ class PlainImpl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write the tokens that have a place; -1 has none."""
-        N, places = kv_cache.shape[2], slot_mapping[: len(key)]
-        kept = places >= 0
-        block, token = places[kept] // N, places[kept] % N
-        kv_cache[block, :, token] = torch.cat((key, value), 2)[kept]
+        """Write the tokens; block 0, which nobody has, takes those without a place."""
+        N, place_X = kv_cache.shape[2], slot_mapping[: len(key)].clamp_min(0)
+        kv_cache[place_X // N, :, place_X % N] = torch.cat((key, value), 2)
 
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,

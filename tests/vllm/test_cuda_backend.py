@@ -12,8 +12,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import plugin
-from sfi_core.hosts.vllm.names import engine_of_process
-from tests.vllm.engines import GREEDY, engine, tokens
+from tests.vllm.engines import GREEDY, engine, engine_of_process, tokens
 
 PLAIN = "tests.vllm.plain_attention.SfiPlainBackend"
 # pieces of 64 beside decoding rows; two prompts of one length
@@ -44,7 +43,6 @@ def answers(llm: LLM) -> list[Any]:
 def assert_cache_is_a_gpu_s() -> None:
     """Check that the plain backend made the cache: a row of it is a key and a value."""
     worker = engine_of_process()
-    assert worker is not None
     key_PHND = worker.store.pages(0).key_PHND
     assert key_PHND.stride(2) == 2 * key_PHND.shape[3]
 
@@ -56,7 +54,6 @@ def test_small_budget_equals_the_cpu_backend() -> None:
         wanted = answers(llm)
     with plain_backend(), engine(extra, **OPTIONS) as llm:
         worker = engine_of_process()
-        assert worker is not None
         assert_cache_is_a_gpu_s()
         assert all(s.key_BHSD.shape[:3:2] == (4, 28) for s in worker.run.segments.values())
         assert answers(llm) == wanted

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import CrossAttentionSpec, FullAttentionSpec, Ma
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.transformers.shapes import layer_shapes as transformers_shapes
 from sfi_core.hosts.vllm.backend import SfiCpuBackend
-from sfi_core.hosts.vllm.names import check_model, engine_of_process, full_group, layer_shapes, settings_of
+from sfi_core.hosts.vllm.names import check_model, full_group, layer_shapes, settings_of
 from sfi_traces.model.check import check
 from sfi_traces.model.trace import Trace
 from tests.architectures import BY_LABEL
@@ -169,8 +169,7 @@ def test_native_linear_attention_is_as_near_to_float32_as_vllm_s(tmp_path: Path)
     with engines.engine(**options) as llm:
         plain = engines.ask(llm, prompts(), detokenize=False, logprobs=8)
     with engines.engine(HOLDS_ALL, **options) as llm:
-        worker = engine_of_process()
-        assert worker is not None
+        worker = engines.engine_of_process()
         assert worker.store.page_size > 128  # so large that a state fits into a block
         outputs = engines.ask(llm, prompts(), detokenize=False, logprobs=8)
     assert all(engines.told(o)["fast_steps"] > engines.told(o)["slow_steps"] for o in outputs)
@@ -193,8 +192,7 @@ def test_pages_may_be_smaller_than_blocks(monkeypatch: pytest.MonkeyPatch, tmp_p
         wanted = [(ids, engines.told(o)) for o in engines.ask(llm, alike, detokenize=False) for ids in ids_of([o])]
     monkeypatch.setattr(SfiCpuBackend, "get_supported_kernel_block_sizes", staticmethod(lambda *_: [32]))
     with engines.engine(SELECTS, **options) as llm:
-        worker = engine_of_process()
-        assert worker is not None
+        worker = engines.engine_of_process()
         assert (worker.store.page_size, worker.split) == (32, 3)
         assert [
             (ids, engines.told(o)) for o in engines.ask(llm, alike, detokenize=False) for ids in ids_of([o])

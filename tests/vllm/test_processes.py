@@ -63,8 +63,7 @@ def test_installed_but_not_configured_it_is_vllm(monkeypatch: pytest.MonkeyPatch
     def reached(*_: Any, **__: Any) -> None:
         raise AssertionError("sfi's code is on the path of a server that did not ask for it")
 
-    monkeypatch.setattr(backend, "engine_of_process", reached)
-    monkeypatch.setattr(backend.Batch, "enter", reached)
+    monkeypatch.setattr(backend, "Batch", reached)
     with engine() as llm:
         found = tokens(llm, [EXAMPLE["prompt"]], max_tokens=48)[0]
     without = run_apart(None, {"VLLM_PLUGINS": "none"})

@@ -102,6 +102,7 @@ def decode_attention(
     sink_HG: torch.Tensor | None = None,
     evidence: bool = False,
     into: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None,
     position_BHS: torch.Tensor | None = None,
@@ -111,10 +112,12 @@ def decode_attention(
 
     A slow request that verifies a draft has several queries, its last tokens; each sees the tokens up to its own. Any
     other decoding request has one. A request's own are the last of W; the others are padding and may hold anything.
-    Row s of a packed segment counts where s < `packed_length_BH`.
+    Row s of a packed segment counts where s < `packed_length_BH`. The segments' rows are those that the descriptor's
+    SLOT names. `out` is a contiguous tensor for the output; None makes one.
 
-    With `evidence` the result has the logits (Eq. 4) of the last query of each slow request, `into` a flat float32
-    buffer or a new one, and their log-sum-exp over J. Paper gap: a step of the paper has one query.
+    With `evidence` the result has the logits (Eq. 4) of the last query of each slow request, and their log-sum-exp over
+    J, in a new tensor, or in `into`, a flat float32 buffer: the logits, then the sums. Paper gap: a step of the paper
+    has one query.
 
     In a step with mixed requests `dense_BH`, int32, is 1 for their KV heads that read the whole history, 0 for those
     that read the packed segment and the recent pages. In another step `pseudo` is a term of the fast requests' softmax
@@ -124,17 +127,19 @@ def decode_attention(
     With a `ring` the pages may be in host memory: sparse reads find the recent tokens in the ring.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring, out)  # fmt: skip
     near = Ring(key_PHND, value_PHNE, block_table_BP) if ring is None else ring
     words = descriptor.table_BX
     options: dict[str, Any] = {"scale": scale, "soft_cap": soft_cap}
-    out = query_BHGWD.new_zeros(*query_BHGWD.shape[:4], value_PHNE.shape[3])
-    for row, (mode, mixed, queries) in enumerate(words[:, [step.MODE, step.MIXED, step.QUERIES]].tolist()):
-        request = slice(row, row + 1)
+    shape = *query_BHGWD.shape[:4], value_PHNE.shape[3]
+    out = query_BHGWD.new_zeros(shape) if out is None else out.zero_()
+    numbers = words[:, [step.MODE, step.MIXED, step.QUERIES, step.SLOT]].tolist()
+    for row, (mode, mixed, queries, slot) in enumerate(numbers):
+        request, seat = slice(row, row + 1), slice(slot, slot + 1)
         query, pages = query_BHGWD[request, :, :, -1], (key_PHND, value_PHNE, block_table_BP[request])
         length_B = words[request, step.LENGTH]
         recent = near.key_PHND, near.value_PHNE, near.block_table_BP[request]
-        packed = packed_key_BHSD[request], packed_value_BHSE[request], packed_length_BH[request]
+        packed = packed_key_BHSD[seat], packed_value_BHSE[seat], packed_length_BH[seat]
         if mixed and dense_BH is not None:
             start_B = words[request, step.MIXED] - 1
             out[request, :, :, -1] = _mixed_heads(
@@ -142,7 +147,7 @@ def decode_attention(
             )
         elif mode == step.FAST:
             term = None if pseudo is None else pseudo.of(request)
-            positions = None if position_BHS is None else position_BHS[request]
+            positions = None if position_BHS is None else position_BHS[seat]
             out[request, :, :, -1] = sparse_attention(
                 query, *packed, *recent, words[request, step.START], length_B, **options, sink_HG=sink_HG,
                 pseudo=term, position_BHS=positions,
@@ -154,7 +159,8 @@ def decode_attention(
         return DecodeAttention(out)
     logits, log_sum = _evidence(query_BHGWD, key_PHND, block_table_BP, descriptor, dense_BH, options)
     if into is not None:
-        logits = into[: logits.numel()].view(logits.shape).copy_(logits)
+        both = into[: logits.numel()], into[logits.numel() :][: log_sum.numel()]
+        logits, log_sum = (room.view_as(part).copy_(part) for room, part in zip(both, (logits, log_sum), strict=True))
     return DecodeAttention(out, logits, log_sum)
 
 
@@ -266,11 +272,12 @@ def check(
     packed_length: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block_table: torch.Tensor,
     descriptor: StepDescriptor, sink: torch.Tensor | None, dense: torch.Tensor | None = None,
     pseudo: PseudoToken | None = None, position: torch.Tensor | None = None, ring: Ring | None = None,
+    out: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raise the errors of `decode_attention`."""
     if ring is not None:
         check_ring(ring, key, value, block_table)
-    names = "query BHGWD, key PHND, value PHNE, packed_key BHSD, packed_value BHSE, packed_length BH, block_table Bp"
+    names = "query BHGWD, key PHND, value PHNE, packed_key ZHSD, packed_value ZHSE, packed_length ZH, block_table Bp"
     packed = packed_key, packed_value, packed_length
     check_shapes(names, query, key, value, *packed, block_table, B=descriptor.batch)
     B, H, G, W, _ = query.shape
@@ -282,12 +289,13 @@ def check(
         parts = "X"[: pseudo.logit_BHG.dim() - 3]
         check_shapes(f"pseudo logit BHG{parts}, pseudo value BHE", *pseudo, B=B, H=H, G=G, E=value.shape[3])
     check_same(query, "query", packed_key=packed_key, packed_value=packed_value)
+    check_out(out, query, value)
     check_pages(query, "query", key=key, value=value)
     numbers = {"packed_length": packed_length, "block_table": block_table}
     check_int32(query.device, **numbers, descriptor=descriptor.buffer)
-    for name, letters, marks in (("dense", "BH", dense), ("position", "BHS", position)):
+    for name, letters, marks in (("dense", "BH", dense), ("position", "ZHS", position)):
         if marks is not None:
-            check_shapes(f"{name} {letters}", marks, B=B, H=H)
+            check_shapes(f"{name} {letters}", marks, B=B, Z=len(packed_length), H=H)
             check_int32(query.device, **{name: marks})
     if descriptor.mixed is not None and bool(descriptor.mixed) != (dense is not None):
         rule = "must be given for" if dense is None else "must be None without"
@@ -296,3 +304,10 @@ def check(
     for name, other in (("pseudo", pseudo), ("position", position)):
         if other is not None and dense is not None:
             raise ValueError(f"{name} must be None in a step with mixed requests, got both")
+
+
+def check_out(out: torch.Tensor | None, query: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise the errors of `decode_attention` for an output that was given."""
+    if out is not None:
+        check_shapes("query BHGWD, value PHNE, out BHGWE", query, value, out)
+        check_same(query, "query", out=out)

@@ -35,6 +35,7 @@ LENGTH, START, PACKED = (tl.constexpr(word) for word in (words.LENGTH, words.STA
 MODE, FAST = tl.constexpr(words.MODE), tl.constexpr(words.FAST)
 ALLOWED_START, ALLOWED_STOP = tl.constexpr(words.ALLOWED_START), tl.constexpr(words.ALLOWED_STOP)
 EVIDENCE, SPLITS, MIXED = (tl.constexpr(word) for word in (words.EVIDENCE, words.SPLITS, words.MIXED))
+SLOT = tl.constexpr(words.SLOT)
 
 
 @triton.jit
@@ -54,13 +55,13 @@ def _sparse_stop(stop, length, start, packed):
     return tl.where(stop < dense_stop, tl.minimum(stop, own_stop), own_stop)
 
 
-@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "pseudo_parts"])
+@triton.jit(do_not_specialize=["S", "pages_per_request", "logits_stride", "W", "pseudo_parts", "query_stride"])
 def _split_attention_kernel(
     query_ptr, packed_key_ptr, packed_value_ptr, packed_length_ptr, dense_ptr, position_ptr,
     key_ptr, value_ptr, block_table_ptr, ring_key_ptr, ring_value_ptr, ring_table_ptr, place_ptr,
     home_key_ptr, home_value_ptr, table_ptr, work_ptr, sink_ptr, pseudo_logit_ptr, pseudo_value_ptr,
     out_ptr, part_ptr, lse_ptr, logits_ptr, sums_ptr, scale, soft_cap, S, pages_per_request,
-    logits_stride, W, pseudo_parts, KEY_STRIDES: tl.constexpr,
+    logits_stride, W, pseudo_parts, query_stride, KEY_STRIDES: tl.constexpr,
     VALUE_STRIDES: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, IDS: tl.constexpr, CAPPED: tl.constexpr,
@@ -91,18 +92,19 @@ def _split_attention_kernel(
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
     evidence_stop = tl.where(evidence >= 0, length, 0)
     logits_to = logits_ptr + (evidence * H + h) * G * logits_stride
-    pair, packed_row = request * H + h, (request * H + h) * S
+    pair, packed_pair = request * H + h, tl.load(row + SLOT).to(tl.int64) * H + h
+    packed_row = packed_pair * S
     if HEADS:
         mixed = tl.load(row + MIXED)
         sparse = (mixed != 0) & (tl.load(dense_ptr + pair) == 0)
         start = tl.where(sparse, mixed - 1, start)
-        packed = tl.where(sparse, tl.load(packed_length_ptr + pair), packed)
+        packed = tl.where(sparse, tl.load(packed_length_ptr + packed_pair), packed)
         evidence_stop = tl.where(sparse, 0, evidence_stop)
         stop = tl.where(sparse, _sparse_stop(stop, length, start, packed), stop)
     # the packed units are followed by pages, from the page that holds `start`
     packed_stop = tl.cdiv(packed, UNIT) * UNIT
     shift = start // UNIT * UNIT - packed_stop
-    packed = tl.minimum(packed, tl.load(packed_length_ptr + pair))
+    packed = tl.minimum(packed, tl.load(packed_length_ptr + packed_pair))
     table, head, less_key, less_value = block_table_ptr, h, 0, 0
     if RING:
         recent = tl.load(row + MODE) == FAST
@@ -132,7 +134,7 @@ def _split_attention_kernel(
         g, w = g % G, g // G
         place_GW, is_query = g * W + w, (w < W) & (w >= W - queries)
         last = tl.where(is_query, length - W + w, -1)
-    queries_at = query_ptr + pair * size_GW * D
+    queries_at = query_ptr + request * query_stride + h * size_GW * D
     query = rows(queries_at, place_GW, D, is_query, D, BLOCK_D)
     # with one query a request the evidence's are the tile's own rows, with several they are rows of the last tile
     g_J, place_J, is_query_J, query_J = g, place_GW, is_query, query

@@ -143,7 +143,7 @@ def decode_attention(
     packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor,
     block_table_BP: torch.Tensor, descriptor: StepDescriptor, *, scale: float,
     soft_cap: float | None = None, sink_HG: torch.Tensor | None = None, evidence: bool = False,
-    into: torch.Tensor | None = None,
+    into: torch.Tensor | None = None, out: torch.Tensor | None = None,
     dense_BH: torch.Tensor | None = None, pseudo: PseudoToken | None = None,
     position_BHS: torch.Tensor | None = None, ring: Ring | None = None, block_n: int | None = None,
 ) -> DecodeAttention:  # fmt: skip
@@ -152,23 +152,26 @@ def decode_attention(
     The kernel benchmark asks for tiles of `block_n` keys; None takes ours.
     """
     check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
-          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring)  # fmt: skip
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring, out)  # fmt: skip
     B, H, G, W, D = query_BHGWD.shape
     S = (packed_key_BHSD if position_BHS is None else position_BHS).shape[2]
     page_size, E = key_PHND.shape[2], value_PHNE.shape[3]
     chip, items = target(query_BHGWD.device), descriptor.work_XI.shape[0]
     tile = tile_shape(key_PHND, value_PHNE, page_size, chip)
-    query_BHGWD, keeps = query_BHGWD.contiguous(), evidence and descriptor.slow_rows > 0
+    keeps = evidence and descriptor.slow_rows > 0
+    if not query_BHGWD[0].is_contiguous():  # a request's heads may be parts of a wider row
+        query_BHGWD = query_BHGWD.contiguous()
 
     # no program writes the padding of a pass with several queries
-    out_BHGWE = (query_BHGWD.new_empty if W == 1 else query_BHGWD.new_zeros)(B, H, G, W, E)
+    out_BHGWE = (query_BHGWD.new_empty if W == 1 else query_BHGWD.new_zeros)(B, H, G, W, E) if out is None else out
     part = query_BHGWD.new_empty(items, H, G, W, E, dtype=torch.float32)
     lse = query_BHGWD.new_empty(items, H, G, W, dtype=torch.float32)
     sums = logits = log_sum = lse
     if keeps:
         shape = (descriptor.slow_rows, H, G, 1, descriptor.longest)
-        logits = lse.new_empty(shape) if into is None else into[: math.prod(shape)].view(shape)
-        sums, log_sum = torch.empty_like(lse), lse.new_empty(shape[:4])
+        numbers, sums = math.prod(shape), torch.empty_like(lse)
+        room = lse.new_empty(numbers + math.prod(shape[:4])) if into is None else into
+        logits, log_sum = room[:numbers].view(shape), room[numbers:][: math.prod(shape[:4])].view(shape[:4])
         if dense_BH is not None:
             logits.fill_(-torch.inf)  # the kernel leaves those of a mixed request's sparse heads
 
@@ -188,7 +191,7 @@ def decode_attention(
             packed_length_BH if position_BHS is None else position_BHS,
             key_PHND, value_PHNE, block_table_BP, *near, table, descriptor.work_XI, sink,
             *term, out_BHGWE, part, lse, logits, sums, scale, soft_cap or 1.0, S,
-            block_table_BP.shape[1], descriptor.longest, W, pseudo_parts,
+            block_table_BP.shape[1], descriptor.longest, W, pseudo_parts, query_BHGWD.stride(0),
             KEY_STRIDES=kernel_strides(key_PHND, "key"), VALUE_STRIDES=kernel_strides(value_PHNE, "value"),
             D=D, PAGE=page_size, BLOCK_M=queries.rows, BLOCK_J=padded(G), BLOCK_N=block_n or queries.tokens,
             BLOCK_D=tile.key_width, IDS=PAGE_IDS, CAPPED=soft_cap is not None, KIND=kind,

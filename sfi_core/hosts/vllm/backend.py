@@ -20,8 +20,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.cpu import RowImpl
-from sfi_core.hosts.vllm.names import engine_of_process, give_room, is_configured, layer_index
-from sfi_core.hosts.vllm.worker import MatchedPass, RowMatcher, WorkerEngine, last_blocks, part_of
+from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, part_of
+from sfi_core.hosts.vllm.names import decodes_in_graphs, give_room, is_configured, is_full, layer_index
+from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
 Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
@@ -29,55 +30,66 @@ Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass: the input of vLLM's metadata, the pass once a layer `entered`, its `part_of`."""
+    """Shared by all layers of a pass: the input of vLLM's metadata, and `part_of` the pass once it has been entered.
+
+    `alone` are the rows of a batch of one token each, padding included, whose pass a graph may hold; 0 for another one.
+    """
 
     common: Any
     builder: Any
-    entered: MatchedPass | None = None
     part: tuple[Any, slice | torch.Tensor] | None = None
 
-    def enter(self, engine: WorkerEngine) -> MatchedPass:
-        """Enter the pass with the first layer, and return it; rows of no tokens pad the batch at the end."""
-        if self.entered is None:
-            common, table_RP = self.common, self.common.block_table_tensor
-            assert engine.plan is not None, "the scheduler has planned the pass"
-            entries = engine.plan.entries
-            starts = common.query_start_loc_cpu.tolist()[: len(entries) + 1]
-            lengths = common.seq_lens_cpu_upper_bound[: len(entries)].tolist()
-            matched = self.builder.matcher.match(
-                [(length, end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)],
-                None if common.req_idx is None else common.req_idx.tolist(),
-                entries,
-                lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
-            )
-            self.entered = engine.enter([*zip(starts, matched, strict=False)], table_RP)
-            self.part = part_of(common, self.entered, self.builder.build_part)
-        return self.entered
+    @property
+    def alone(self) -> int:
+        """Rows of a token each, padding included; 0 where a row has more."""
+        return int(self.common.num_reqs) if self.common.max_query_len == 1 else 0
+
+    def enter(self, engine: WorkerEngine) -> None:
+        """Enter the pass that has been planned; rows of no tokens pad the batch at the end."""
+        common, table_RP = self.common, self.common.block_table_tensor
+        assert engine.plan is not None, "the scheduler has planned the pass"
+        entries = engine.plan.entries
+        starts = common.query_start_loc_cpu.tolist()[: len(entries) + 1]
+        lengths = common.seq_lens_cpu_upper_bound[: len(entries)].tolist()
+        matched = self.builder.matcher.match(
+            [(length, end - start) for length, start, end in zip(lengths, starts, starts[1:], strict=False)],
+            None if common.req_idx is None else common.req_idx.tolist(),
+            entries,
+            lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
+        )
+        entered = engine.enter([*zip(starts, matched, strict=False)], table_RP, self.alone)
+        self.part = part_of(common, entered, self.builder.build_part)
 
 
 class PagedBuilder(Mixin):
-    """Builds vLLM's metadata, and keeps its input."""
+    """Builds vLLM's metadata, and keeps its input for the pass, which begins when the plan is known."""
 
     reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
     supports_update_block_table = False  # the metadata of another group is not ours
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._sfi = is_configured(vllm_config)
+        self._sfi = is_configured(vllm_config) and is_full(kv_cache_spec)
+        self._impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.matcher = RowMatcher()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Keep attention out of CUDA graphs where sfi is on: Python decides whether a step is slow."""
-        if is_configured(vllm_config):
-            return AttentionCGSupport.NEVER
+        """Let graphs hold decoding rows, where one launch has them; else Python decides whether a step is slow."""
+        if is_configured(vllm_config) and is_full(kv_cache_spec):
+            one = decodes_in_graphs(vllm_config)
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if one else AttentionCGSupport.NEVER
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
         """Build vLLM's metadata without a schedule: the rows of vLLM's kernel are not known yet."""
         made = super().build(common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options)
-        if self._sfi:
-            made.sfi = Batch(copy.copy(common_attn_metadata), self)
+        engine: WorkerEngine | None = getattr(self._impl, "engine", None)
+        if self._sfi and engine is not None:
+            made.sfi = batch = Batch(copy.copy(common_attn_metadata), self)
+            engine.built[self] = batch.enter
+            if engine.launch is not None and batch.alone:  # before a graph may be recorded
+                engine.launch.prepare(batch.alone)
         return made
 
     def build_part(self, common: Any) -> Any:
@@ -129,19 +141,23 @@ class PagedBackend(SfiBackend):
     supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
     supports_rswa = _no  # no layer forgets generated tokens
     supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
+    supports_kv_cache_update_bypass = False  # a part of a batch is cut out of its keys, too
 
 
 class PagedImpl(Mixin):
     """Attends with sfi in planned passes of the full-attention layers that it `manages`, and as vLLM does elsewhere.
 
-    `segment` is the layer's packed segment, None before the weights are loaded, in layers that sfi does not serve, and
-    in dense ones; `kept` what the policy keeps there, if anything. `norm_X` is float32 room for the norms of the cached
+    `engine` serves the layer, from when vLLM has its cache; None in layers that sfi does not serve. `segment` is the
+    layer's packed segment, None before the weights are loaded, and in dense layers; `kept` what the policy keeps there,
+    `evidence` what the launch leaves for selections, if anything. `norm_X` is float32 room for the norms of the cached
     keys; None where free memory does not determine the cache's size, as on a CPU. `given` says whether `give_room` has
     run.
     """
 
+    engine: WorkerEngine | None = None
     segment: PackedSegment | None = None
     kept: Any = None
+    evidence: torch.Tensor | None = None
     norm_X: torch.Tensor | None = None
     given = False
     supports_dcp = False
@@ -164,11 +180,6 @@ class PagedImpl(Mixin):
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
-    def engine_of(self, layer: Any) -> WorkerEngine | None:
-        """Return the engine that serves the layer, if any."""
-        engine = engine_of_process() if self.manages else None
-        return None if engine is None or layer_index(layer.layer_name) not in engine.store.layers else engine
-
     def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
         D = self.head_size
@@ -177,26 +188,25 @@ class PagedImpl(Mixin):
             raise ConfigError(f"a row of vLLM's cache must be a key and a value of {D} numbers, got {width}")
         return kv_cache[..., :D], kv_cache[..., D:]
 
-    def do_kv_cache_update(
-        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Let vLLM write keys and values, then store the keys' norms."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        engine = self.engine_of(layer)
-        if engine is not None:
-            engine.store.note_norms(layer_index(layer.layer_name), key, slot_mapping)
-
     def forward(
         self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         kv_cache: torch.Tensor, attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attend with the batch's queries, [tokens, heads, D]."""
-        engine, attend = self.engine_of(layer), super().forward
+        engine, attend = self.engine, super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        if engine is None or engine.plan is None or batch is None:
+        H, index = self.num_kv_heads, layer_index(layer.layer_name)
+        if engine is not None and batch is not None and engine.launch is not None and batch.alone:
+            # a dummy pass does what a graph that is recorded in one does: no row has work
+            rows = slice(0, batch.alone)
+            query_RHGD, out_RHGE = (x[rows].view(batch.alone, H, -1, x.shape[-1]) for x in (query, output))
+            table_RP = batch.common.block_table_tensor
+            engine.launch.attend(index, query_RHGD, out_RHGE, table_RP, alone=True, **self._options(H))
+            return output
+        if engine is None or engine.entered is None or batch is None:
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
-        entered = batch.enter(engine)
+        entered = engine.entered
         if len(entered.whole) == len(entered.rows):
             attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         elif batch.part is not None:
@@ -205,16 +215,14 @@ class PagedImpl(Mixin):
             attend(layer, query[tokens], key[tokens], value[tokens], kv_cache, metadata, out, *args, **kwargs)
             if not isinstance(tokens, slice):
                 output[tokens] = out
-        H, count = self.num_kv_heads, sum(entry.count for _, entry in entered.rows)
-        engine.attend(
-            layer_index(layer.layer_name),
-            query[:count].view(count, H, -1, self.head_size),
-            output[:count].view(count, H, -1, output.shape[-1]),
-            scale=self.scale,
-            soft_cap=self.logits_soft_cap or None,
-            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
-        )
+        count = sum(entry.count for _, entry in entered.rows)
+        query_XHGD, out_XHGE = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
+        engine.attend(index, query_XHGD, out_XHGE, **self._options(H))
         return output
+
+    def _options(self, heads: int) -> dict[str, Any]:
+        sink_HG = None if self.sinks is None else self.sinks.view(heads, -1)
+        return {"scale": self.scale, "soft_cap": self.logits_soft_cap or None, "sink_HG": sink_HG}
 
 
 class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):

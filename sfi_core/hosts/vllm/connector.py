@@ -12,7 +12,9 @@ from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.planner import TOTALS, Plan, Planner
+from sfi_core.hosts.vllm.plan import Plan
+from sfi_core.hosts.vllm.planner import TOTALS, Planner
+from sfi_core.hosts.vllm.rows import EVIDENCE, RowLaunch
 from sfi_core.hosts.vllm.settings import RequestSettings, check_host
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.observers.events import AuditEvent, Event, SelectionEvent
@@ -152,6 +154,7 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 slots=self.slots,
                 block=self.block,
                 layers=len(self.layers),
+                evidence=EVIDENCE if names.decodes_in_graphs(vllm_config) else None,
                 observer=self.observer,
                 audit=self.settings.audit,
             )
@@ -232,6 +235,12 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Make the counters of the server's `/metrics`."""
         return SfiMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Say that a graph may hold all layers: none of them calls the connector."""
+        del extra_config
+        return False
+
     @property
     def requires_kv_delivery(self) -> bool:
         """Whether another instance needs the KV: no."""
@@ -270,7 +279,11 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 run.kept[layer] = impl.kept
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
-        self.engine = WorkerEngine(run, store, self.block // page_size)
+        evidence = {names.layer_index(n): impl.evidence for n, impl in impls.items() if impl.evidence is not None}
+        launch = RowLaunch(run, evidence) if names.decodes_in_graphs(self._vllm) else None
+        self.engine = WorkerEngine(run, store, self.block // page_size, launch)
+        for impl in impls.values():
+            impl.engine = self.engine
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""

@@ -6,20 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
-from sfi_core.hosts.vllm.planner import Scheduled
+from sfi_core.hosts.vllm.plan import Scheduled
+from sfi_core.hosts.vllm.rows import evidence_numbers, shares_launch
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
-from sfi_core.hosts.vllm.worker import WorkerEngine, kept_of
+from sfi_core.hosts.vllm.worker import kept_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies import policy_class
-from sfi_core.sizes.memory import packed_rows
+from sfi_core.sizes.memory import FLOAT32, packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count
 from sfi_core.state.layer_pages import LayerShape, PackedSegment, SegmentShape
 from sfi_core.triggers.trigger import resolve_triggers
@@ -147,10 +147,10 @@ def is_configured(vllm_config: Any) -> bool:
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
-def engine_of_process() -> WorkerEngine | None:
-    """Return the process's engine; None before vLLM has its caches, and without sfi."""
-    engine: WorkerEngine | None = getattr(get_kv_transfer_group(), "engine", None) if has_kv_transfer_group() else None
-    return engine
+def decodes_in_graphs(vllm_config: Any) -> bool:
+    """Say whether the decoding rows of a pass are those of one launch, which CUDA graphs hold."""
+    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
+    return shares_launch(backend_of(device), settings.policy, audits=settings.audit is not None)
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
@@ -174,11 +174,14 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
     policy = settings.policy
-    rows = packed_rows(policy, longest)
+    rows, hands_out = packed_rows(policy, longest), policy.selects_after and decodes_in_graphs(vllm_config)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
         served[layer].segment = PackedSegment(slots, rows, shape, packs=not policy.chooses)
         served[layer].kept = kept_of(policy, shape, slots, served[layer].num_heads, longest)
+        if hands_out:
+            numbers = evidence_numbers(served[layer].num_heads, longest)
+            served[layer].evidence = torch.empty(numbers, dtype=torch.float32, device=device)
     if device.type == "cuda":
         cache = vllm_config.cache_config
         share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
@@ -215,10 +218,13 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
     total, parallel = total_bytes(shape.device), vllm_config.parallel_config
     # the processes of one machine share its memory; each has a GPU of its own
     sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1
+    longest, query_heads = longest_of(vllm_config), vllm_config.model_config.get_num_attention_heads(parallel)
+    hands_out = settings.policy.selects_after and decodes_in_graphs(vllm_config)
     check_slots(
         settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
-        longest=longest_of(vllm_config), query_heads=vllm_config.model_config.get_num_attention_heads(parallel),
+        longest=longest, query_heads=query_heads,
         limit=None if total is None else int(total * settings.options.slots_memory) // sharing,
+        beside=hands_out * layers * evidence_numbers(query_heads, longest) * FLOAT32,
     )  # fmt: skip
 
 

@@ -13,59 +13,14 @@ from typing import Any
 
 from sfi_core.engine.ledger import Reads, RequestPass, close_step, enter, plan_step, step_fields, step_shape
 from sfi_core.engine.report import RequestReport
+from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan, Scheduled
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
 from sfi_core.state.request import RequestState
-from sfi_kernels.step_descriptor import FAST, PROMPT
-
-NO_SLOT = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One scheduled request of one engine step; `request` is its number among all that the server has seen.
-
-    `slot` is the row of its packed segments, `NO_SLOT` for a request that runs dense. `start` are the tokens in the
-    cache before the step, `block` is that of the last new token, which no other request has. After a preemption
-    `request_pass` reads the generated tokens too. `step` is the decoding step t, within the prompt the first one to
-    come. `opens` says whether the request gets its slot with this piece, after `generated` tokens.
-    """
-
-    request: int
-    slot: int
-    start: int
-    block: int
-    request_pass: RequestPass
-    step: int = 0
-    opens: bool = False
-    generated: int = 0
-
-    @property
-    def count(self) -> int:
-        """New tokens."""
-        return self.request_pass.count
-
-    @property
-    def length(self) -> int:
-        """Tokens in the cache after the step."""
-        return self.start + self.count
-
-    @property
-    def decode(self) -> bool:
-        """Whether the request decodes; otherwise it reads a piece of its prompt."""
-        return self.request_pass.kind != PROMPT
-
-
-@dataclass(slots=True)
-class Plan:
-    """The plan of one step: the scheduled requests, and the slots freed since the last step."""
-
-    entries: list[Entry]
-    freed: list[int]
-
+from sfi_kernels.step_descriptor import FAST, PROMPT, SLOW
 
 # what `sfi generate --json` says of a request too
 SHARED = (
@@ -80,7 +35,9 @@ class Tracked:
     """One request from its arrival to its end.
 
     vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `begun` says whether
-    its prompt has been read; `preempted` counts how often it lost its blocks. `pending` are steps whose token is not
+    its prompt has been read; `preempted` counts how often it lost its blocks. `due` is the reason of a slow step that
+    has `waited` for steps, because others took the room for evidence; `blind` one that has selected nothing yet, and
+    attends to everything until then. `pending` are steps whose token is not
     known yet, each with the fields that its engine step's requests share, which are filled in later.
     """
 
@@ -93,6 +50,9 @@ class Tracked:
     blocks: list[int] = field(default_factory=list)
     pending: deque[tuple[Mapping[str, Any], Mapping[str, Any]]] = field(default_factory=deque)
     preempted: int = 0
+    due: str = ""
+    waited: int = 0
+    blind: bool = False
 
     def report(self) -> dict[str, Any]:
         """Return the report in the request's answer, plain values."""
@@ -113,16 +73,6 @@ TOTALS = {  # the server's counters, and what `/metrics` says of them
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step's schedule: new tokens by request; blocks and cached tokens of those that begin; others' new blocks."""
-
-    count: Mapping[str, int]
-    opened: Mapping[str, tuple[Sequence[int], int]]
-    blocks: Mapping[str, Sequence[int]]
-    preempted: Sequence[str]
-
-
 class Planner:
     """Tracks every request from its arrival to its end.
 
@@ -138,11 +88,16 @@ class Planner:
         slots: int,
         block: int,
         layers: int,
+        evidence: int | None = None,
         observer: Observer | None = None,
         audit: AuditConfig | None = None,
     ) -> None:
-        """Allow `slots` sparse requests; `block` are a cache block's tokens, `layers` the full-attention ones."""
+        """Allow `slots` sparse requests; `block` are a cache block's tokens, `layers` the full-attention ones.
+
+        At most `evidence` rows of a token select anew in a step; None for any number.
+        """
         self._make_policy, self._block, self._audit = make_policy, block, audit
+        self._evidence = evidence
         self._layers, self._dense_layers = layers, 0
         self._observer = observer or NullObserver()
         self.tracked: dict[str, Tracked] = {}
@@ -175,15 +130,15 @@ class Planner:
         for name, blocks in scheduled.blocks.items():
             if name in self.tracked:
                 self.tracked[name].blocks += blocks
+        counts = {name: count for name, count in scheduled.count.items() if name in self.tracked}
+        for name in filter(scheduled.opened.__contains__, counts):
+            self._open(self.tracked[name], *scheduled.opened[name])
         entries, self.shape = [], {}
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
-        for name, count in scheduled.count.items():
-            if name in self.tracked:
-                tracked, opened = self.tracked[name], scheduled.opened.get(name)
-                if opened is not None:
-                    self._open(tracked, *opened)
-                entries.append(self._enter(tracked, count, opens=opened is not None))
-                kinds[entries[-1].request_pass.kind == FAST].append(tracked.state)
+        for name, (request_pass, selects) in self._passes(counts).items():
+            tracked = self.tracked[name]
+            entries.append(self._enter(tracked, request_pass, selects=selects, opens=name in scheduled.opened))
+            kinds[request_pass.kind == FAST].append(tracked.state)
         self.shape |= step_shape(*kinds, None if self.row_bytes is None else self._moved_bytes)
         freed, self._freed = self._freed, []
         return Plan(entries, freed)
@@ -213,19 +168,48 @@ class Planner:
         if tracked.slot == NO_SLOT and tracked.settings.enabled and self.free:
             tracked.slot = self.free.pop()
         tracked.pending.clear()
+        tracked.due, tracked.waited, tracked.blind = "", 0, False
         tracked.blocks, state = list(blocks), tracked.state
         # prompts are read whole, what was generated before a preemption too
         state.length, state.step, state.slow = computed, len(state.tokens) - 1, True
 
-    def _enter(self, tracked: Tracked, count: int, *, opens: bool) -> Entry:
-        state, start = tracked.state, tracked.state.length
+    def _passes(self, counts: Mapping[str, int]) -> dict[str, tuple[RequestPass, bool]]:
+        # what each request does in the step, and whether it selects anew: a prompt that ends cannot wait, others take
+        # turns
+        passes = {name: self._pass(self.tracked[name], count) for name, count in counts.items()}
+        selecting = [name for name, one in passes.items() if self._asks(self.tracked[name], one)]
+        if self._evidence is not None:
+            few = [name for name in selecting if counts[name] == 1]
+            few.sort(key=lambda name: (not passes[name].ends_prompt, -self.tracked[name].waited))
+            for name in few[self._evidence :]:
+                selecting.remove(name)
+                passes[name] = self._put_off(self.tracked[name], passes[name])
+        for name in selecting:
+            tracked = self.tracked[name]
+            tracked.due, tracked.waited, tracked.blind = "", 0, False
+        return {name: (one, name in selecting) for name, one in passes.items()}
+
+    def _pass(self, tracked: Tracked, count: int) -> RequestPass:
+        state = tracked.state
         if not tracked.begun:
-            reason, ends = "resumed" if state.tokens else "first", start + count == tracked.live.num_tokens
-            request_pass = RequestPass(PROMPT, count, reason, ends)
-        elif tracked.slot == NO_SLOT:
-            request_pass = RequestPass.decode("dense")
-        else:
-            (request_pass,) = plan_step(tracked.policy, [state])
+            reason, ends = "resumed" if state.tokens else "first", state.length + count == tracked.live.num_tokens
+            return RequestPass(PROMPT, count, reason, ends)
+        if tracked.slot == NO_SLOT:
+            return RequestPass.decode("dense")
+        return RequestPass.decode(tracked.due) if tracked.due else plan_step(tracked.policy, [state])[0]
+
+    def _asks(self, tracked: Tracked, one: RequestPass) -> bool:
+        policy = tracked.policy
+        refreshes = policy.refreshes() or tracked.blind
+        asks = policy.selects_after if one.ends_prompt else one.kind == SLOW and refreshes
+        return tracked.slot != NO_SLOT and asks
+
+    def _put_off(self, tracked: Tracked, one: RequestPass) -> RequestPass:
+        tracked.due, tracked.waited, tracked.blind = one.reason, tracked.waited + 1, tracked.blind or one.ends_prompt
+        return one if tracked.blind else RequestPass.decode("")
+
+    def _enter(self, tracked: Tracked, request_pass: RequestPass, *, selects: bool, opens: bool) -> Entry:
+        state, start = tracked.state, tracked.state.length
         enter(state, request_pass, tracked.policy)
         if request_pass.generates:
             tracked.begun = True
@@ -239,12 +223,13 @@ class Planner:
             step=state.step if request_pass.generates else state.step + 1,
             opens=opens and tracked.slot != NO_SLOT,
             generated=len(state.tokens) if opens else 0,
+            selects=selects,
         )
 
     def _step(self, tracked: Tracked) -> None:
         # what the workers will have packed by the end of the step is known here
         state, policy, config = tracked.state, tracked.policy, tracked.policy.config
-        if policy.selects_after if state.slow else policy.chooses:
+        if (policy.selects_after and not tracked.blind) if state.slow else policy.chooses:
             state.note_packed(config.sink, config.budget)
         elif state.slow:
             state.note_packed(config.sink, 0)

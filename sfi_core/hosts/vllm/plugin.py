@@ -27,7 +27,11 @@ def register(module: str = "sfi_core.hosts.vllm.connector") -> None:
         logger.warning("sfi stays out: vLLM %s lacks a name: %s", installed_version(), error)
         return
     for kind, backend in (("CPU_ATTN", "SfiCpuBackend"), ("CUSTOM", "SfiCudaBackend")):
-        registry.register_backend(registry.AttentionBackendEnum[kind], f"sfi_core.hosts.vllm.backend.{backend}")
+        member, path = registry.AttentionBackendEnum[kind], f"sfi_core.hosts.vllm.backend.{backend}"
+        if kind == "CUSTOM" and member.is_overridden() and member.get_path() != path:
+            logger.warning("sfi leaves vLLM's backend CUSTOM to %s, and does not run on a GPU", member.get_path())
+            continue
+        registry.register_backend(member, path)
     with suppress(ValueError):  # registered before
         factory.KVConnectorFactory.register_connector(CONNECTOR, module, CONNECTOR)
 

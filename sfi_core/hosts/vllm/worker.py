@@ -1,9 +1,11 @@
-"""The worker's side: a `Run` over vLLM's paged cache, whose rows are slots, not rows of the batch."""
+"""The worker's side: a `Run` over vLLM's paged cache, whose rows are slots, not rows of the batch.
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+On a GPU `rows.RowLaunch` attends with the batch's own rows; the run then has the state of slots and their selections.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -12,21 +14,24 @@ from sfi_core.engine.attend import attend, end_prompts
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
-from sfi_core.hosts.vllm.planner import NO_SLOT, Entry, Plan
+from sfi_core.errors import BackendError
+from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
+from sfi_core.hosts.vllm.rows import PADDING, RowLaunch
 from sfi_core.policies.base import Policy
 from sfi_core.state.kv_cache import PagedView
 from sfi_core.state.layer_pages import LayerPages, SegmentShape
 from sfi_core.state.request import RequestState
-from sfi_kernels.step_descriptor import sent
+from sfi_kernels.step_descriptor import SLOW, StepRequest, sent
 
 
 class BorrowedPages(PagedView):
-    """Views of the blocks of vLLM's cache, with our own key norms."""
+    """Views of the blocks of vLLM's cache, with our own key norms: those of a slot up to its last selection."""
 
     def __init__(self, backend: str, page_size: int, slots: int, capacity: int, device: torch.device) -> None:
         """View no layer yet; `capacity` are the tokens that a request may reach."""
         table_BP = torch.zeros(slots, -(-capacity // page_size), dtype=torch.int32, device=device)
         super().__init__(backend, page_size, table_BP)
+        self._normed, self._device = [0] * slots, device
 
     def borrow(
         self, layer: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_X: torch.Tensor | None = None
@@ -38,13 +43,24 @@ class BorrowedPages(PagedView):
         norm_PHN = norm_X[: shape.numel()].view(shape).zero_()
         self.layers[layer] = LayerPages(key_PHND, value_PHNE, norm_PHN)
 
-    def note_norms(self, layer: int, key_XHD: torch.Tensor, place_X: torch.Tensor) -> None:
-        """Store the norms of keys that vLLM has just written, at block * block size + token; -1 for padding."""
-        norm_PHN, N = self.layers[layer].norm_PHN, self.page_size
-        norm_XH = torch.linalg.vector_norm(key_XHD, dim=-1, dtype=torch.float32)
-        # padding goes to block 0, which vLLM gives to nobody
-        place_X = place_X[: len(key_XHD)].clamp_min(0)
-        norm_PHN[place_X // N, :, place_X % N] = norm_XH[: len(place_X)]
+    def open(self, slot: int) -> None:
+        """Forget which norms a slot has: it gets another request."""
+        self._normed[slot] = 0
+
+    def new_tokens(self, lengths: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return page and place of the tokens, up to `lengths` by slot, whose norms are not known; they will be."""
+        spans = [(slot, torch.arange(self._normed[slot], length)) for slot, length in lengths.items()]
+        for slot, length in lengths.items():
+            self._normed[slot] = length
+        slot_X = torch.cat([torch.full_like(token_T, slot) for slot, token_T in spans])
+        slot_X, token_X = sent(torch.stack([slot_X, torch.cat([token_T for _, token_T in spans])]), self._device)
+        return self.block_table_BP[slot_X, token_X // self.page_size].long(), token_X % self.page_size
+
+    def note_norms(self, layer: int, page_X: torch.Tensor, place_X: torch.Tensor) -> None:
+        """Compute and store the norms of keys that a selection will need."""
+        pages = self.layers[layer]
+        norm_XH = torch.linalg.vector_norm(pages.key_PHND[page_X, :, place_X], dim=-1, dtype=torch.float32)
+        pages.norm_PHN[page_X, :, place_X] = norm_XH
 
     def grow(self, capacity: int) -> None:
         """Raise `ValueError` beyond vLLM's `max_model_len`: the cache cannot grow."""
@@ -72,64 +88,99 @@ class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
     `rows` are the batch's: each row's first token in the batch, and its entry. `whole` are the places of those that
-    vLLM's own attention computes: prompts, and requests without a slot. `slot_R` are the slots of the other rows,
-    `token_R` their tokens in the batch.
+    vLLM's own attention computes: prompts, and, without one launch for all, requests without a slot. `slot_R` are the
+    slots of the other rows, `token_R` their tokens in the batch; with the launch both are empty, and its rows are
+    the first `launched` ones. `table_RP` are vLLM's blocks. `fresh` are the tokens whose norms the pass needs, if any.
     """
 
     rows: Sequence[tuple[int, Entry]]
     whole: tuple[int, ...]
     slot_R: torch.Tensor
     token_R: torch.Tensor
+    table_RP: torch.Tensor
+    launched: int = 0
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def prompts(self) -> list[tuple[int, Entry]]:
-        """Rows that read a piece of a prompt into a slot."""
-        return [(first, entry) for first, entry in self.rows if not entry.decode and entry.slot != NO_SLOT]
+        """Rows that read a piece of a prompt into a slot, by vLLM's attention."""
+        return [(first, e) for first, e in self.rows[self.launched :] if not e.decode and e.slot != NO_SLOT]
 
 
 class WorkerEngine:
     """The engine of one worker process over vLLM's cache, `store`.
 
     `run` has all decoding rows; a prompt under way has a run of its own over its slot. `plan` is the scheduler's of the
-    forward pass under way, None in dummy passes; `entered` the pass, once a layer has entered it.
+    forward pass under way, and `entered` the pass; both are None in dummy passes.
     """
 
-    def __init__(self, run: Run, store: BorrowedPages, split: int = 1) -> None:
+    def __init__(self, run: Run, store: BorrowedPages, split: int = 1, launch: RowLaunch | None = None) -> None:
         """Take a run over vLLM's cache, with all layers known; a block of the scheduler's is `split` pages."""
-        self.run, self.store, self.split = run, store, split
+        self.run, self.store, self.split, self.launch = run, store, split, launch
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
         self.plan: Plan | None = None
         self.entered: MatchedPass | None = None
+        # by the builder of vLLM's metadata: enters the pass that it was made for, once the plan is known
+        self.built: dict[Any, Callable[[WorkerEngine], None]] = {}
 
     def begin(self, plan: Plan) -> None:
-        """Take the scheduler's plan of the next pass."""
+        """Take the scheduler's plan of the pass whose metadata has been built, and enter it."""
         self.plan, self.entered = plan, None
         for slot in plan.freed:
             forget(self.run, slot)
             self.run.requests[slot] = RequestState(request=-1, finished=True)
             self._reading.pop(slot, None)
+        built, self.built = self.built, {}
+        if plan.entries and not built:
+            raise BackendError("vLLM's model runner must build attention's metadata before it binds the plan, for sfi")
+        for enter in built.values() if plan.entries else ():
+            enter(self)
 
-    def enter(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor) -> MatchedPass:
-        """Enter the pass of the batch's rows; later calls return it. `table_RP` are the rows' blocks, int32."""
+    def enter(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor, padded: int = 0) -> MatchedPass:
+        """Enter the pass of the batch's rows; later calls return it. `table_RP` are the rows' blocks, int32.
+
+        A batch that a graph may hold, of a token each, is `padded` to so many rows; 0 for another batch.
+        """
         if self.entered is not None:
             return self.entered
-        slotted = [(place, first, e) for place, (first, e) in enumerate(rows) if e.slot != NO_SLOT]
-        if slotted:
-            used = -(-max(entry.length for *_, entry in slotted) // self.store.page_size)
-            row_R, slot_R = sent(torch.tensor([(place, e.slot) for place, _, e in slotted]).T, table_RP.device)
-            self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
-        for *_, entry in slotted:
+        slotted = [(place, e) for place, (_, e) in enumerate(rows) if e.slot != NO_SLOT]
+        # the launch reads vLLM's table; what selects, and prompts, do so by slot
+        self._copy_table([(p, e) for p, e in slotted if self.launch is None or e.selects or not e.decode], table_RP)
+        for _, entry in slotted:
             if not entry.decode:
                 self._read(entry)
-        at = [(e.slot, first) for _, first, e in slotted if e.decode]
-        if at:
-            decoding = {e.slot: e.request_pass for *_, e in slotted if e.decode}
+        decoding = {e.slot: e.request_pass for _, e in slotted if e.decode}
+        if decoding:
             self.run.begin([decoding.get(slot, RequestPass()) for slot in range(self.store.batch)])
+        lengths = {e.slot: e.length for _, e in slotted if e.selects}
+        launched, at = 0, [(e.slot, rows[place][0]) for place, e in slotted if e.decode]
+        if self.launch is not None:
+            launched, at = len(rows) if padded else sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows)), []
+            requests = [self._request(entry) for _, entry in rows[:launched]]
+            self.launch.describe([*requests, *[PADDING] * (padded - launched)], alone=padded > 0)
         slot_R, token_R = sent(torch.tensor(at, dtype=torch.int64).view(-1, 2).T, table_RP.device)
-        whole = [place for place, (_, e) in enumerate(rows) if not e.decode or e.slot == NO_SLOT]
-        self.entered = MatchedPass(rows, tuple(whole), slot_R, token_R)
+        whole = [p for p, (_, e) in enumerate(rows) if p >= launched and not (e.decode and e.slot != NO_SLOT)]
+        fresh = self.store.new_tokens(lengths) if lengths else None
+        self.entered = MatchedPass(rows, tuple(whole), slot_R, token_R, table_RP, launched, fresh)
         return self.entered
+
+    def _copy_table(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor) -> None:
+        if rows:
+            used = -(-max(entry.length for _, entry in rows) // self.store.page_size)
+            row_R, slot_R = sent(torch.tensor([(place, e.slot) for place, e in rows]).T, table_RP.device)
+            self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
+
+    def _request(self, entry: Entry) -> StepRequest:
+        # a row of the launch: as its slot's state says, or dense
+        assert self.launch is not None, "there is a launch"
+        if entry.decode and entry.slot != NO_SLOT:
+            return replace(self.launch.known.known[entry.slot], slot=entry.slot, wanted=entry.selects)
+        state = RequestState() if entry.slot == NO_SLOT else self._reading[entry.slot].requests[0]
+        return StepRequest(
+            mode=SLOW, length=entry.length, recent_start=state.recent_start, packed=0, slot=0,
+            sink=state.sink(self.run.policy.config.sink), wanted=entry.selects,
+        )  # fmt: skip
 
     def attend(self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any) -> None:
         """Attend with the pass's decoding rows, and select for prompts; queries by KV head, `options` of `Layer`.
@@ -138,6 +189,11 @@ class WorkerEngine:
         """
         entered = self.entered
         assert entered is not None, "the pass has been entered"
+        if entered.launched and self.launch is not None:
+            operands = query_XHGD[: entered.launched], out_XHGE[: entered.launched], entered.table_RP
+            self.launch.attend(layer, *operands, alone=False, **options)
+        if entered.fresh is not None and (self.launch is None or entered.prompts):
+            self.store.note_norms(layer, *entered.fresh)
         if len(entered.slot_R):
             query_BHGD = query_XHGD.new_zeros(self.store.batch, *query_XHGD.shape[1:])
             query_BHGD.index_copy_(0, entered.slot_R, query_XHGD.index_select(0, entered.token_R))
@@ -153,102 +209,37 @@ class WorkerEngine:
         self.plan, entered, self.entered = None, self.entered, None
         if entered is None:
             return
-        if len(entered.slot_R):
+        if self.launch is not None:
+            self._select(self.launch, entered)
+        slotted = [entry for _, entry in entered.rows if entry.slot != NO_SLOT]
+        if any(entry.decode for entry in slotted):
             self.run.end_pass()
-        for _, entry in entered.prompts:
-            self._reading[entry.slot].end_pass()
-            if entry.request_pass.ends_prompt:
-                self.run.step = self._reading.pop(entry.slot).step
+        for entry in slotted:
+            if not entry.decode:
+                self._reading[entry.slot].end_pass()
+                if entry.request_pass.ends_prompt:
+                    self.run.step = self._reading.pop(entry.slot).step
+
+    def _select(self, launch: RowLaunch, entered: MatchedPass) -> None:
+        # from the evidence of the launch; prompts of several tokens have selected already
+        launched = [entry for _, entry in entered.rows[: entered.launched]]
+        places = {e.slot: place for place, e in enumerate(e for e in launched if e.selects)}
+        if places and entered.fresh is not None and not entered.prompts:
+            for layer in self.run.segments:
+                self.store.note_norms(layer, *entered.fresh)
+        if slow := {e.slot: places[e.slot] for e in launched if e.decode and e.selects}:
+            launch.refresh(slow)
+        for entry in launched:
+            if entry.slot != NO_SLOT and entry.request_pass.ends_prompt:
+                launch.end_prompt(self._reading[entry.slot], places.get(entry.slot))
+            elif entry.slot != NO_SLOT and not entry.decode:  # its query is lost, and those before are not the last
+                self._reading[entry.slot].prompt_queries.layers.clear()
 
     def _read(self, entry: Entry) -> None:
         if entry.opens:
+            self.store.open(entry.slot)
             tokens = [-1] * entry.generated  # only how many there are counts here
             state = RequestState(request=entry.request, length=entry.start, step=entry.step - 1, tokens=tokens)
             self._reading[entry.slot] = open_row(self.run, entry.slot, state)
             self.run.left.clear()  # a server goes on for ever
         self._reading[entry.slot].begin([entry.request_pass])
-
-
-class RowMatcher:
-    """Matches the rows of vLLM's batch with the plan's entries, mostly without waiting for the device.
-
-    A row with unique counts of new and cached tokens is known by them; the second model runner adds the rows' numbers
-    in its table, by which others are known once they have been seen. The rest are told apart by the block of their
-    last token, one read of the device: the second runner needs it when requests of one length begin together, the
-    first in every pass in which rows share their counts.
-    """
-
-    def __init__(self) -> None:
-        self._request_of: dict[int, int] = {}
-
-    def match(
-        self,
-        counts: Sequence[tuple[int, int]],
-        numbers: Sequence[int] | None,
-        entries: Sequence[Entry],
-        read_blocks: Callable[[], Sequence[int]],
-    ) -> list[Entry]:
-        """Return each row's entry, by its counts of cached and new tokens, its number, or its last token's block."""
-        alike = defaultdict(list)
-        for entry in entries:
-            alike[entry.length, entry.count].append(entry)
-        matched: list[Entry] = []
-        blocks: Sequence[int] = ()
-        for row, count in enumerate(counts):
-            same = alike[count]
-            request = self._request_of.get(numbers[row]) if numbers else None
-            fitting = same if len(same) == 1 else [entry for entry in same if entry.request == request]
-            if not fitting:
-                blocks = blocks or read_blocks()
-                fitting = [entry for entry in same if entry.block == blocks[row]]
-            matched += fitting
-        # a request that loses its number is absent for a pass at least, so one pass is memory enough
-        self._request_of = {number: e.request for number, e in zip(numbers or (), matched, strict=False)}
-        return matched
-
-
-def last_blocks(table_RP: torch.Tensor, lengths: Sequence[int], page_size: int, split: int) -> list[int]:
-    """Read the block of each row's last token from the device: the one wait of a pass; it is `split` pages."""
-    column_R = sent(torch.tensor([(length - 1) // page_size for length in lengths]), table_RP.device)
-    page_R1 = table_RP[: len(lengths)].gather(1, column_R[:, None])
-    blocks: list[int] = page_R1[:, 0].div(split, rounding_mode="floor").tolist()
-    return blocks
-
-
-def part_of(common: Any, entered: MatchedPass, build: Callable[[Any], Any]) -> tuple[Any, slice | torch.Tensor] | None:
-    """Return the rows that vLLM's kernel computes as a batch of their own; None for no rows, or all.
-
-    That is vLLM's metadata, which `build` makes of `common`, the batch's `CommonAttentionMetadata` cut to the part;
-    and the part's tokens in the batch: a slice where they are adjacent, else their places. Decoding rows come first,
-    so that they are adjacent unless a decoding request has no slot.
-    """
-    if not entered.whole or len(entered.whole) == len(entered.rows):
-        return None
-    rows, device = [entered.rows[place] for place in entered.whole], common.seq_lens.device
-    starts = [0, *accumulate(entry.count for _, entry in rows)]
-    if entered.whole[-1] - entered.whole[0] + 1 == len(entered.whole):
-        row_R: Any = slice(entered.whole[0], entered.whole[-1] + 1)
-        host_row_R: Any = row_R
-        tokens: Any = slice(rows[0][0], rows[0][0] + starts[-1])
-    else:
-        host_row_R = torch.tensor(entered.whole)
-        row_R = sent(host_row_R, device)
-        tokens = sent(torch.cat([torch.arange(first, first + entry.count) for first, entry in rows]), device)
-    start_cpu = torch.tensor(starts, dtype=torch.int32)
-    part = common.replace(
-        query_start_loc=sent(start_cpu, device),
-        query_start_loc_cpu=start_cpu,
-        seq_lens=common.seq_lens[row_R],
-        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[host_row_R],
-        num_reqs=len(rows),
-        num_actual_tokens=starts[-1],
-        max_query_len=max(entry.count for _, entry in rows),
-        max_seq_len=max(entry.length for _, entry in rows),
-        block_table_tensor=common.block_table_tensor[row_R].contiguous(),
-        slot_mapping=common.slot_mapping[tokens],
-        # what no backend reads of a part: whose rows would be wrong is left out
-        positions=None, is_prefilling=None, req_idx=None, logits_indices_padded=None,
-        mm_req_doc_ranges=None, rswa_prefix_lens=None,
-        _num_computed_tokens_cache=None, _token_to_req_indices_cache=None,
-    )  # fmt: skip
-    return build(part), tokens

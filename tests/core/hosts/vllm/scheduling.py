@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sfi_core.hosts.vllm.planner import Entry, Planner, Scheduled, Tracked
+from sfi_core.hosts.vllm.plan import Entry, Scheduled
+from sfi_core.hosts.vllm.planner import Planner, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.triggers.trigger import Trigger
@@ -36,12 +37,14 @@ class Fake:
 class FakeScheduler:
     """Runs a planner; `late` tokens are known one engine step after the next one has been planned."""
 
-    def __init__(self, config, *, slots: int = 4, late: bool = False, piece: int = 10, observer=None):
+    def __init__(
+        self, config, *, slots: int = 4, late: bool = False, piece: int = 10, observer=None, evidence: int | None = None
+    ):
         def make(own) -> SFI:
             return SFI(own, Trigger(frozenset({STOP}), own), [0, 1])
 
         self.config, self.late, self.piece = config, late, piece
-        self.planner = Planner(make, slots=slots, block=BLOCK, layers=2, observer=observer)
+        self.planner = Planner(make, slots=slots, block=BLOCK, layers=2, evidence=evidence, observer=observer)
         self.live: dict[str, Fake] = {}
         self.ended: dict[str, Tracked] = {}
         self.coming: list[tuple[Fake, int]] = []

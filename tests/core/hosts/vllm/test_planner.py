@@ -8,10 +8,11 @@ import pytest
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import VERSIONS, plugin
-from sfi_core.hosts.vllm.planner import NO_SLOT
+from sfi_core.hosts.vllm.plan import NO_SLOT
 from sfi_core.hosts.vllm.settings import RequestSettings, Settings, check_host
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SfiConfig
+from sfi_kernels.step_descriptor import SLOW
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Setting, Supports, schedule
 from tests.core.hosts.vllm.scheduling import BLOCK, STOP, FakeScheduler
@@ -391,3 +392,35 @@ def test_the_plugin_stays_out_of_another_version(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         plugin.register()
     assert [r.getMessage() for r in caplog.records] == [f"sfi stays out: vLLM must be {VERSIONS} for sfi, got 0.28.0"]
+
+
+def test_slow_rows_take_turns_where_there_is_evidence_for_two():
+    """Who waits longest comes first, and reads fast meanwhile; a prompt that ends with one token comes before all."""
+    config = SfiConfig().replace(**SMALL | {"t_max": 4, "slow_start": 0})
+    host = FakeScheduler(config, slots=5, evidence=2)
+    for name in "abcde":
+        host.add(name, 20, [5] * 12)
+    steps = [host.step() for _ in range(11)]
+    slow = [[name for name, e in entries.items() if e.decode and e.request_pass.kind == SLOW] for entries in steps]
+    assert slow == [[]] * 6 + [["a", "b"], ["c", "d"], ["e"], [], []]
+    assert all(e.selects == (e.request_pass.kind == SLOW) for entries in steps[2:] for e in entries.values())
+    assert [sum(e.selects for e in entries.values()) for entries in steps[:2]] == [0, 5]  # by the prompts' own queries
+    reports = {name: ended.report() for name, ended in host.run().items()}
+    assert [reports[name]["slow_at"] for name in "ae"] == [[0, 5, 10], [0, 7]]
+    assert reports["e"]["reasons"] == {"first": 1, "t_max": 1}
+
+
+def test_a_prompt_whose_last_token_finds_no_room_attends_to_everything_until_a_slow_step():
+    config = SfiConfig().replace(**SMALL | {"slow_start": 0})
+    host = FakeScheduler(config, evidence=2)
+    for name in "abc":
+        host.add(name, 21, [5] * 5)
+    steps = [host.step() for _ in range(5)]
+    assert [e.selects for e in steps[2].values()] == [True, True, False]
+    assert [[e.request_pass.kind == SLOW for e in entries.values()] for entries in steps[3:]] == [
+        [False, False, True], [False] * 3,
+    ]  # fmt: skip
+    assert [e.selects for e in steps[3].values()] == [False, False, True]
+    report = host.run()["c"].report()
+    assert report["slow_at"] == [0, 1]
+    assert report["reasons"] == {"first": 2}

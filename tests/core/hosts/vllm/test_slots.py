@@ -7,8 +7,9 @@ import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.planner import Entry
-from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, RowMatcher, kept_of, last_blocks, part_of
+from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, part_of
+from sfi_core.hosts.vllm.plan import Entry
+from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, kept_of
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
@@ -130,7 +131,7 @@ def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> N
     rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
     table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
     common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
-    part = part_of(common, MatchedPass(rows, whole, NONE, NONE), lambda made: made)
+    part = part_of(common, MatchedPass(rows, whole, NONE, NONE, NONE), lambda made: made)
     assert part is not None
     (made, tokens), chosen = part, [rows[place] for place in whole]
     counts = [entry.count for _, entry in chosen]
@@ -147,7 +148,7 @@ def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> N
 @pytest.mark.parametrize("whole", [(), (0, 1)])
 def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
     rows = [(0, entry(0, 19)), (1, entry(1, 30, 3))]
-    assert part_of(None, MatchedPass(rows, whole, NONE, NONE), lambda made: made) is None
+    assert part_of(None, MatchedPass(rows, whole, NONE, NONE, NONE), lambda made: made) is None
 
 
 def test_codescans_slots_hold_codes_and_no_rows() -> None:
