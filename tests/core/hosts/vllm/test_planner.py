@@ -396,7 +396,7 @@ def test_the_plugin_stays_out_of_another_version(monkeypatch, caplog):
 
 def test_slow_rows_take_turns_where_there_is_evidence_for_two():
     """Who waits longest comes first, and reads fast meanwhile; a prompt that ends with one token comes before all."""
-    config = SfiConfig().replace(**SMALL | {"t_max": 4, "slow_start": 0})
+    config = SfiConfig().replace(**SMALL | {"t_max": 4, "slow_start": 1})
     host = FakeScheduler(config, slots=5, evidence=2)
     for name in "abcde":
         host.add(name, 20, [5] * 12)
@@ -411,7 +411,7 @@ def test_slow_rows_take_turns_where_there_is_evidence_for_two():
 
 
 def test_a_prompt_whose_last_token_finds_no_room_attends_to_everything_until_a_slow_step():
-    config = SfiConfig().replace(**SMALL | {"slow_start": 0})
+    config = SfiConfig().replace(**SMALL | {"slow_start": 1})
     host = FakeScheduler(config, evidence=2)
     for name in "abc":
         host.add(name, 21, [5] * 5)
