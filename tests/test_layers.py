@@ -237,6 +237,7 @@ def test_the_public_names_are_where_they_were():
 PRIVATE = "sfi_core/machine/private.py"
 COMPILED = import_module("numba").njit(lambda: None) if find_spec("numba") else None
 CACHED = import_module("numba.core.caching").FunctionCache(sources) if find_spec("numba") else None
+LLVMLITE = import_module("llvmlite.binding.ffi").lib if find_spec("numba") else None
 # what has a name, and the one file that uses it, which says why no public name does
 LISTED = {
     "_attn_implementation": (PreTrainedConfig, PRIVATE),
@@ -249,6 +250,7 @@ LISTED = {
     # sfi_kernels cannot import sfi_core
     "_cache": (COMPILED, "kernels/sfi_kernels/compiled.py"),
     "_cache_file": (CACHED, "kernels/sfi_kernels/compiled.py"),
+    "_fntab": (LLVMLITE, "kernels/sfi_kernels/compiled.py"),
     "_scaled_dot_product_flash_attention_for_cpu": (torch.ops.aten, "kernels/sfi_kernels/partial_attention.py"),
 }
 DOCUMENTED = {"_exit", "_replace"}  # os._exit, and that of named tuples

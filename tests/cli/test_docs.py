@@ -31,6 +31,7 @@ END = re.compile(r"\s(?:#|--\s|[|&;>]+(?:\s|$))")
 OTHERS = {
     *("--environment", "--interval", "--no-deps"),
     *("--enforce-eager", "--kv-transfer-config", "--shutdown-timeout", "--attention-config"),
+    *("--enable-return-indexer-topk", "--per-request-spec-decode-metrics"),
 }
 STALE = "docs/cli is stale; run make docs-cli"
 LINES = 120  # of a help: two screens
