@@ -30,7 +30,7 @@ LOGITS = 4096  # of a program: keys times query heads
 MOST_KEYS = 1024  # of a program
 MIN_CHUNKS = 64  # one kernel for all capacities up to 64K
 RESIDENT = 4  # programs of the first launch that fit a processor
-# so that they do, a thread has 128 registers, of which 16 query heads would spill; left alone, it takes more
+# so that they do, a thread has 128 registers, of which 16 query heads of 2 bytes would spill; left alone, it takes more
 REGISTERS, MORE_REGISTERS, MANY_HEADS = 128, 168, 16
 DROPPED, LOWEST = tl.constexpr(coding.DROPPED), tl.constexpr(coding.LOWEST)
 COLUMNS = tl.constexpr(257)  # counts of scores at or above each one, then 0
@@ -226,5 +226,5 @@ def _sum(
         KEY_STRIDES=kernel_strides(key, "key"), VALUE_STRIDES=kernel_strides(value, "value"), H=H, D=D, E=E, W=W,
         PAGE=page_size, BLOCK_D=padded(D), BLOCK_E=padded(E),
         APPENDS=new is not None, **constants,
-        max_registers=REGISTERS if constants["BLOCK_G"] < MANY_HEADS else MORE_REGISTERS,
+        max_registers=REGISTERS if constants["BLOCK_G"] * query.itemsize < 2 * MANY_HEADS else MORE_REGISTERS,
     )  # fmt: skip
