@@ -37,7 +37,7 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(tensor: torch.Tensor, *size, **options) -> torch.Tensor:
         out = allocate(tensor, *size, **options)
-        integer = 255 if out.dtype == torch.uint8 else -(2**30)
+        integer = {torch.uint8: 255, torch.uint16: 65_535}.get(out.dtype, -(2**30))
         return out.fill_(torch.nan if out.is_floating_point() else integer)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
