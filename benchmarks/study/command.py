@@ -13,6 +13,7 @@ from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import METHODS
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.part import Part
+from benchmarks.study.reader_tasks import READER
 from benchmarks.study.records import RESULTS
 from benchmarks.study.report import DOCS, Report
 from benchmarks.study.stability import StabilityPart
@@ -55,7 +56,7 @@ def _parser(about: str) -> argparse.ArgumentParser:
     one = found.add_parser("stability", help="full attention's supports, by place in the sentence")
     _window_options(one, StabilityPart, tokens=200)
     one = found.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
-    one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN], default=DEFAULT)
+    one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN, *READER], default=DEFAULT)
     _options(one, TasksPart, windows=20, lengths=[1024])
     one = found.add_parser("health", help="whether health rules see broken selections")
     _window_options(one, HealthPart, tokens=100)

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.part import Part, Row
+from benchmarks.study.reader_tasks import READER
 from benchmarks.study.records import Key, short
 from sfi_core.measure.evaluation.samples import SampleRows, sample_cells
 from sfi_core.measure.evaluation.tasks import TASKS
@@ -20,7 +21,7 @@ class Sample:
 
     Attributes:
         number: From 0.
-        task: A name from `TASKS` or `OWN`.
+        task: A name from `TASKS`, `OWN` or `READER`.
         half: "dev" or "held"; samples of the two have different seeds.
         length: The most tokens of its prompt.
     """
@@ -55,7 +56,7 @@ class TasksPart(Part):
 
     def make(self, item: Sample, pending: set[Key]) -> Iterator[Row]:
         """Decode a sample under every pending method, its prompt read once."""
-        TASKS.update(OWN)  # a task is looked up by its name
+        TASKS.update(OWN | READER)  # a task is looked up by its name
         row_of = dict(zip((one.method.key for one in self.methods), self.rows(item), strict=True))
         seed = item.number + (HELD_SEED if item.half == "held" else 0)
         cells = sample_cells([one.method for one in self.methods], [item.task], [item.length], [seed])
