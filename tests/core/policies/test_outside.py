@@ -52,7 +52,7 @@ def test_the_page_on_policies_shows_one_that_runs(install):
         example = load_example()
     result = generate(model, tokenizer, [example.prompt], example.config, policy="loudest", max_new_tokens=60)
     assert result.texts == [example.answer]
-    assert result.report.requests[0].read_ratio < 0.25
+    assert result.report.requests[0].read_ratio < 0.24
 
     logits = torch.randn(1, 2, 3, 1, 400, generator=torch.Generator().manual_seed(0))
     allowed = torch.zeros(1, 400, dtype=torch.bool)
