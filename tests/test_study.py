@@ -66,7 +66,7 @@ def study(tmp_path, capsys):
     return run
 
 
-@pytest.mark.parametrize("kind", ["prose", "code", "lists", "dialogue"])
+@pytest.mark.parametrize("kind", ["prose", "code", "lists", "dialogue", "repository", "manual"])
 def test_no_document_is_in_both_halves(kind):
     dev, held = texts.text(kind, "dev"), texts.text(kind, "held")
     documents = texts.SOURCES[kind]()

@@ -18,7 +18,7 @@ from benchmarks.study.records import RESULTS
 from benchmarks.study.report import DOCS, Report
 from benchmarks.study.stability import StabilityPart
 from benchmarks.study.tasks import DEFAULT, TasksPart
-from benchmarks.study.texts import HALVES, KINDS
+from benchmarks.study.texts import HALVES, KINDS, SHORT
 from sfi_core.errors import SfiError
 from sfi_core.measure.evaluation.tasks import TASKS
 from sfi_core.models.load import quiet
@@ -72,7 +72,7 @@ def _parser(about: str) -> argparse.ArgumentParser:
 
 def _window_options(parser: argparse.ArgumentParser, part: type[Part], *, tokens: int = 64) -> None:
     _options(parser, part)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=KINDS)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=SHORT)
     parser.add_argument("--tokens", type=int, default=tokens, help="decoded tokens of a window")
 
 
@@ -81,6 +81,7 @@ def _options(
 ) -> None:
     parser.set_defaults(run=lambda options: part(options).run())
     parser.add_argument("--model", default="smollm2", help="as `sfi --model`, or bundled")
+    parser.add_argument("--dtype", default="auto", help="as `sfi --dtype`; bfloat16 reads long prompts sooner")
     parser.add_argument("--halves", nargs="*", choices=HALVES, default=HALVES)
     parser.add_argument("--lengths", type=int, nargs="*", default=lengths, help="prompt tokens")
     parser.add_argument("--windows", type=count_or_range, default=range(windows), help="8, or 4:8 after 0:4")

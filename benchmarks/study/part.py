@@ -38,7 +38,7 @@ class Part(ABC):
     def __init__(self, options: Namespace) -> None:
         self.options = options
         name = None if options.model == "bundled" else options.model
-        self.model, self.tokenizer = load(name, device="cpu")
+        self.model, self.tokenizer = load(name, device="cpu", dtype=options.dtype)
         self.model_name = Path(options.model).name.removesuffix(".gguf")  # rows name no folder of a machine
         table = getattr(options, "table", self.table)
         self.methods: list[Listed] = [] if table is None else read_methods(table, self.tokenizer, options.methods)

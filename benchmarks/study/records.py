@@ -80,6 +80,7 @@ def about_run(model: Any, name: str) -> dict[str, Any]:
     return {
         "model": name,
         "model_digest": model_digest(model)[:12],
+        "dtype": str(model.dtype).removeprefix("torch."),
         "commit": _git("rev-parse", "--short", "HEAD"),
         "changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""Texts of six kinds, each in two disjoint halves: `dev` for every choice, `held` for what is reported."""
+"""Texts of eight kinds, each in two disjoint halves: `dev` for every choice, `held` for what is reported."""
 
 import hashlib
 import random
@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.study.chat import chats
 from benchmarks.study.listings import source_files, tables, technical
+from benchmarks.study.packages import manuals, repositories
 from benchmarks.study.prose import explanations, topics_prose
 from sfi_core.errors import InputError
 from sfi_core.measure.evaluation.fidelity import Window, ids_and_prefix
@@ -20,8 +21,11 @@ SOURCES: dict[str, Callable[[], list[str]]] = {
     "lists": tables,
     "dialogue": chats,
     "technical": technical,
+    "repository": repositories,
+    "manual": manuals,
 }
 KINDS = tuple(SOURCES)
+SHORT = KINDS[:6]  # those of the front; the others are long enough for 32K
 HALVES = ("dev", "held")
 MOST = 480_000  # characters of a half
 GOLDEN = 0.6180339887498949  # its multiples spread any number of windows evenly
