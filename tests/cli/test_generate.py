@@ -11,7 +11,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from sfi_cli.app import main
-from sfi_cli.commands.generate.views import report_lines
+from sfi_cli.commands.generate.views import CLOSER, report_lines
 from sfi_core import SfiConfig, generate
 from sfi_core.engine.report_text import fused_lines
 from sfi_core.errors import ConfigError
@@ -101,6 +101,15 @@ def test_where_the_tokens_part_is_said_with_both_texts(example):
 def test_a_text_of_one_s_own_is_told_that_the_bundled_model_is_a_toy():
     _, _, stderr = inside("generate", "Once upon a time", "-n", "2")
     assert "toy model: it only recalls sentences; for your own text try --model smollm2" in stderr
+
+
+def test_a_model_of_a_measured_type_is_told_the_closer_policy_before_it_runs(tmp_path, monkeypatch):
+    monkeypatch.setitem(CLOSER, "qwen3", 7)
+    (tmp_path / "own").symlink_to(BUNDLED)
+    given = ("generate", TEXT, "-n", "2", "--model", str(tmp_path / "own"), "--recent", "4", "--budget")
+    assert inside(*given, "4")[2].startswith("advice       on models of type qwen3 codescan was 7 ")
+    for options in (("4096",), ("4", "--quiet"), ("4", "--policy", "sfi")):
+        assert "on models of type" not in inside(*given, *options)[2]
 
 
 @pytest.mark.exhaustive

@@ -98,15 +98,15 @@ def generate(
     example = prompts.expected is not None
     named = preset or ("example" if example and config is None else "default")
     plain = not (settings.said or preset or config or policy or compare is not None)
-    policy = policy or default_policy(lossless=lossless)
+    chosen = policy or default_policy(lossless=lossless)
     with Output(output, json=json, force=force, append=resume, quiet=quiet) as written:
         if resume and output is not None and not (prompts := unanswered(prompts, output)).lines:
             written.say(f"{output} has an answer to each line")
             return
         run(
             written, prompts, Subject.of(settings, model, dtype, device, trust_remote_code), settings,
-            policy=policy, preset=named, chat=chat,
-            compare=example and policy != "full-kv" if compare is None else compare,
+            policy=chosen, named=policy is not None, preset=named, chat=chat,
+            compare=example and chosen != "full-kv" if compare is None else compare,
             beside=example and plain, trace=trace, audit=audits,
             seed=seed, max_new_tokens=max_new_tokens, max_batch=max_batch, by_line=by_line,
             prompt_cache=prompt_cache,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sfi_cli.commands.generate.prompts import Prompts, token_ids
-from sfi_cli.commands.generate.views import plan_line, report_lines
+from sfi_cli.commands.generate.views import advice_before, plan_line, report_lines
 from sfi_cli.options import Subject
 from sfi_cli.settings import Given, TraceTable
 from sfi_cli.terminal.output import INTERRUPTED, Output, message
@@ -34,6 +34,7 @@ def run(
     settings: Given,
     *,
     policy: str,
+    named: bool,
     preset: str,
     chat: bool,
     compare: bool,
@@ -48,7 +49,8 @@ def run(
 ) -> None:
     """Load the model, decode, write the text or the document, and report; `by_line` writes each answer as it ends.
 
-    `compare` and `beside` ask for further runs for comparison, under full attention and lossless.
+    `named` says whether the policy was asked for. `compare` and `beside` ask for further runs for comparison, under
+    full attention and lossless.
     """
     engine, sampling = settings.table(EngineOptions), settings.of("sampling")
     drawing, folder = prompts.sampling(Sampling(**sampling)), None
@@ -65,9 +67,15 @@ def run(
         model, tokenizer = subject.loaded(check_rotation if engine.lossless else None)
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     shows = output.path is None and not output.json and len(rows) == 1
+    limits = prompts.limits(max_new_tokens)
+    if not (named or output.quiet or subject.name == "bundled" or policy != "sfi"):
+        longest = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
+        kind = model.config.get_text_config(decoder=True).model_type
+        if (advice := advice_before(kind, settings.config, longest)) is not None:
+            message(advice)
     run_once: Callable[..., Any] = partial(
         decode, model, tokenizer, rows, settings.config, quiet=output.quiet,
-        max_new_tokens=prompts.limits(max_new_tokens), max_batch=max_batch,
+        max_new_tokens=limits, max_batch=max_batch,
         sampling=drawing, seed=prompts.seeds(seed), cache=folder and folder.cache,
     )  # fmt: skip
     provenance = {
