@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from benchmarks.study import answers, front, health, observed
@@ -164,10 +165,11 @@ class Report:
             found |= {records.key(row): row for row in records.rows()}
         asked = (self.model, self.half)
         rows = [row for row in found.values() if (row["model"], row["half"]) == asked]
-        # of a text that has changed, a page has the rows of its last version
+        # of a text that has changed with its package, a page has the rows of the version that has the most
         pages = [(row["kind"], row["length"], row["tokens"]) for row in rows]
-        last = {page: row["text"] for page, row in zip(pages, rows, strict=True)}
-        return [row for page, row in zip(pages, rows, strict=True) if row["text"] == last[page]]
+        counts = Counter((page, row["text"]) for page, row in zip(pages, rows, strict=True))
+        most = {page: text for (page, text), _ in sorted(counts.items(), key=itemgetter(1))}
+        return [row for page, row in zip(pages, rows, strict=True) if row["text"] == most[page]]
 
 
 def _shares(data: Measured, named: Sequence[tuple[str, str]]) -> list[float]:
