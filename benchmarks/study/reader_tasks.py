@@ -111,7 +111,7 @@ class TwoPlaces(Reading):
         people, firms, towns = rng.sample(PEOPLE, 3), rng.sample(FIRMS, 3), rng.sample(CITIES, 3)
         told = [f"{person} works for the company {firm}." for person, firm in zip(people, firms, strict=True)]
         told += [f"The company {firm} has its only office in {town}." for firm, town in zip(firms, towns, strict=True)]
-        ask = f"In which town does {people[0]} work? Say for which company first."
+        ask = f"For which company does {people[0]} work, and in which town is its office? Answer in one sentence."
         return told, ask, f"{people[0]} works for the company", (firms[0], towns[0])
 
 
@@ -127,9 +127,8 @@ class Program(Reading):
         lines = [f"{names[0]} = {numbers[0]}", f"{names[1]} = {names[0]}", f"{names[2]} = {names[1]}"]
         others = [f"{names[3]} = {numbers[1]}", f"{names[4]} = {names[3]}", f"{names[5]} = {names[4]}"]
         told = [f"The program sets `{line}`." for pair in zip(lines, others, strict=True) for line in pair]
-        ask = f"The text sets variables of a program. What does print({names[2]}) show? Follow the assignments."
-        lead = f"`{names[2]} = {names[1]}` and `{names[1]} = {names[0]}`, so print({names[2]}) shows the number"
-        return told, ask, lead, (str(numbers[0]),)
+        ask = f"The text sets variables of a program. Which number does print({names[2]}) show? Follow the assignments."
+        return told, ask, f"In the program, `{names[2]}` is set to", (names[1], names[0], str(numbers[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +157,8 @@ class Table(Reading):
         goods, stock = rng.sample(GOODS, 5), rng.sample(range(100, 1000), 5)
         told = [f"| {name} | {number} in stock |" for name, number in zip(goods, stock, strict=True)]
         most = max(range(5), key=stock.__getitem__)
-        ask = (
-            f"Tables in the text say how many are in stock of {', '.join(sorted(goods))}. Of which are there the most?"
-        )
-        return told, ask, "By the stock numbers, the largest stock is that of", (goods[most], str(stock[most]))
+        ask = "Rows of a table are scattered in the text. List all goods with their stock, then name the largest stock."
+        return told, ask, "The table says:", (*map(str, stock), f"stock is {goods[most]}")
 
 
 @dataclass(frozen=True, slots=True)
