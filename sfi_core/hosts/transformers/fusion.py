@@ -25,6 +25,7 @@ from sfi_core.hosts.transformers.known import AttentionSource
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_core.machine.threads import served, serving
 from sfi_kernels.fused import MAX_HEAD, MAX_ROW, Appending, add_rms_norm, rms_norm, rotary, silu_mul
+from sfi_kernels.products import project
 
 Forward = Callable[..., Any]
 # the report counts classes with these names that keep their own forward
@@ -58,7 +59,20 @@ class Product:
         """Project rows, [..., K]; return each module's own, [..., N], maybe as views of one tensor."""
         if self._weight_NK is None or torch.is_grad_enabled() or any(map(has_hooks, self._modules)):
             return [module(rows) for module in self._modules]
-        return torch.split(linear(rows, self._weight_NK, self._bias_N), self._widths, -1)
+        return self.parts(linear(rows, self._weight_NK, self._bias_N))
+
+    def parts(self, out: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return each module's part of all numbers, [..., N of all]."""
+        return torch.split(out, self._widths, -1)
+
+    def takes(self, rows: torch.Tensor) -> bool:
+        """Say whether `few` can multiply rows."""
+        return self._weight_NK is not None and takes(rows, self._weight_NK) and not any(map(has_hooks, self._modules))
+
+    def few(self, rows: torch.Tensor, **around: Any) -> torch.Tensor:
+        """Multiply up to 16 rows by a kernel of ours, with what stands `around` the product; see `project`."""
+        assert self._weight_NK is not None, "takes the rows"
+        return project.triton(rows, self._weight_NK, self._bias_N, **around)
 
 
 def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -150,36 +164,41 @@ def _summed(residual: torch.Tensor, hidden: torch.Tensor, norm: Any) -> tuple[to
 
 def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any]:
     """Return an attention's forward, whose projections are one product, and whose norms and rotations one kernel."""
-    project = Product(module.q_proj, module.k_proj, module.v_proj)
+    projections = Product(module.q_proj, module.k_proj, module.v_proj)
 
-    def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        names = sources.names_of(type(self).forward)
-        cache = cache_in(kwargs)
-        kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
-        lead = hidden_states.shape[:-1]
-        shape = (*lead, -1, self.head_dim)
-        query, key, value = (part.view(shape) for part in project(hidden_states))
-        query, key = rotated(self, source, query, key, *position_embeddings, partial(_appending, self, cache, value))
-        value = value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        if source.window:
-            owner = self if source.window == "module" else self.config
-            kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention_implementation(self.config), names["eager_attention_forward"]
-        )
-        dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(out.reshape(*lead, -1).contiguous()), weights
+    def forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, weights = attended(self, source, projections(hidden_states), **kwargs)
+        return self.o_proj(out), weights
 
     return forward
+
+
+def attended(
+    self: Any, source: AttentionSource, parts: Sequence[torch.Tensor],
+    position_embeddings: tuple[torch.Tensor, torch.Tensor], attention_mask: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return what an attention, `self`, makes between its projections, [B, T, X * E], and its weights if it has any.
+
+    `parts` are the projected queries, keys and values, [B, T, heads * D] each.
+    """
+    names = sources.names_of(type(self).forward)
+    cache = cache_in(kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
+    lead = parts[0].shape[:-1]
+    query, key, value = (part.view(*lead, -1, self.head_dim) for part in parts)
+    query, key = rotated(self, source, query, key, *position_embeddings, partial(_appending, self, cache, value))
+    value = value.transpose(1, 2)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
+    if source.window:
+        owner = self if source.window == "module" else self.config
+        kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention_implementation(self.config), names["eager_attention_forward"]
+    )
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    return out.reshape(*lead, -1).contiguous(), weights
 
 
 def _appending(self: Any, cache: Any, value: torch.Tensor) -> Appending | None:
@@ -214,6 +233,7 @@ def rotated(
 class Fusion:
     """The modules that run with our forward, and the norms, MLPs, attentions and layers left alone, by class."""
 
+    ours: set[torch.nn.Module] = field(default_factory=set)
     modules: Counter[str] = field(default_factory=Counter)
     left_alone: Counter[str] = field(default_factory=Counter)
 
@@ -234,6 +254,7 @@ def fused(model: Any) -> Iterator[Fusion]:
     for module, forward in forwards.items():
         name = type(module).__name__
         if forward is not None:
+            fusion.ours.add(module)
             fusion.modules[name] += 1
             module.forward = MethodType(_served_only(forward), module)
         elif name.endswith(REPORTED):
