@@ -242,9 +242,9 @@ def _causal(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch
 
 
 def check_backend(backend: str, device: torch.device, engine: EngineOptions = DEFAULTS) -> None:
-    """Refuse a backend that is unknown (`ConfigError`), or cannot run on a device, or as `engine` says (`BackendError`).
+    """Refuse a backend that is unknown (`ConfigError`), or cannot run on a device (`BackendError`).
 
-    Of `engine` only what is off by default counts.
+    So is what `engine` asks of it beyond its defaults.
     """
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)

@@ -56,7 +56,8 @@ class EngineOptions(Table):
         False, "Launch each kernel while the one before it ends, on Hopper or newer; no device has timed it yet."
     )
     products: bool = setting(
-        False, "Multiply up to 16 tokens by kernels with norm, gate and sum inside, on triton; no device has timed them."
+        False,
+        "Multiply up to 16 tokens by kernels with norm, gate and sum inside, on triton; no device has timed them.",
     )
     kv_device_budget: str | None = setting(
         None, "Keep all keys and values in host memory, and at most this much on the device: 20%, 2GiB; none: all."

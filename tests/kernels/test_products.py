@@ -94,9 +94,9 @@ def test_what_does_not_fit_is_named(kernel_device):
             project(rows, weight, **options)
     with pytest.raises(ValueError, match=r"^weight must be \[N, K=8\], got \[8, 6\]"):
         project(rows, weight.T)
-    with pytest.raises(ValueError, match="^weight must have an even first size where it is gated, got 5"):
+    with pytest.raises(ValueError, match=r"^weight must have an even first size where it is gated, got 5"):
         project(rows, weight[:5], gated=True)
-    with pytest.raises(ValueError, match="^weight must be contiguous"):
+    with pytest.raises(ValueError, match=r"^weight must be contiguous"):
         project(rows, torch.ones(8, 6).T)
-    with pytest.raises(KernelLimitError, match="^rows must be at most 16 for the kernel, got 17"):
+    with pytest.raises(KernelLimitError, match=r"^rows must be at most 16 for the kernel, got 17"):
         project.triton(rows.to(kernel_device), weight.to(kernel_device))

@@ -45,10 +45,11 @@ def _scale(rows_ptr, row, eps, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: 
 @triton.jit(do_not_specialize=["M"])
 def _project_kernel(
     rows_ptr, weight_ptr, bias_ptr, norm_ptr, residual_ptr, out_ptr, M, eps, N: tl.constexpr, K: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WARPS: tl.constexpr,
+    GATED: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     # of a gate and its up, one after the other in the weight, a tile has the same rows by turns
+    PARTS: tl.constexpr = 2 if GATED else 1
     dtype = out_ptr.dtype.element_ty
     order, column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)[None, :]
     number = tl.minimum(order // PARTS + order % PARTS * (N // PARTS), N - 1)  # [BLOCK_N]
@@ -76,7 +77,7 @@ def _project_kernel(
     if BIAS:
         product += tl.load(bias_ptr + number).to(tl.float32)[None, :]
     product = product.to(dtype)
-    if PARTS == 2:
+    if GATED:
         gate, up = tl.split(tl.reshape(product, BLOCK_M, BLOCK_N // 2, 2))
         product = gated_numbers(gate.to(tl.float32), up.to(tl.float32), dtype)
     line = tl.arange(0, BLOCK_M)[:, None]
@@ -106,8 +107,8 @@ def project(
     launch(
         _project_kernel, (triton.cdiv(N, tall) if M else 0,), rows_XK, weight_NK,
         *(rows_XK if given is None else given for given in (bias_N, norm_K, residual_XN)), out_XN, M, eps,
-        num_warps=warps, N=N, K=K, BLOCK_M=MOST_ROWS if several else 1, BLOCK_N=tall, BLOCK_K=wide, PARTS=1 + gated,
-        WARPS=warps, BIAS=bias_N is not None, NORM=norm_K is not None, ADD=residual_XN is not None,
+        num_warps=warps, N=N, K=K, BLOCK_M=MOST_ROWS if several else 1, BLOCK_N=tall, BLOCK_K=wide, WARPS=warps,
+        GATED=gated, BIAS=bias_N is not None, NORM=norm_K is not None, ADD=residual_XN is not None,
     )  # fmt: skip
     return out_XN
 

@@ -63,4 +63,3 @@ def _layer_forward(layer: Any, plain: Callable[..., torch.Tensor]) -> Callable[.
 
 def _norm(norm: Any) -> dict[str, Any]:
     return {"norm_K": norm.weight, "eps": norm.variance_epsilon}
-

@@ -17,7 +17,6 @@ from sfi_core.hosts.transformers.attention import routed
 from sfi_core.hosts.transformers.cache import CACHE_NAME, SfiCache
 from sfi_core.hosts.transformers.checks import prompt_tokens, refuse_modes
 from sfi_core.hosts.transformers.fusion import fused, wants_fusion
-from sfi_core.hosts.transformers.products import own_products
 from sfi_core.hosts.transformers.generate_call import (
     decode_losslessly,
     forward_with,
@@ -26,6 +25,7 @@ from sfi_core.hosts.transformers.generate_call import (
     next_step,
 )
 from sfi_core.hosts.transformers.predictions import predicting
+from sfi_core.hosts.transformers.products import own_products
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears
