@@ -25,7 +25,7 @@ from sfi_core.hosts.transformers.generate_call import (
     next_step,
 )
 from sfi_core.hosts.transformers.predictions import predicting
-from sfi_core.hosts.transformers.products import own_products
+from sfi_core.hosts.transformers.product_layers import own_products
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears

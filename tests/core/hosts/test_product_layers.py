@@ -9,7 +9,7 @@ import sfi_core
 from sfi_core import EngineOptions, slow_fast
 from sfi_core.errors import BackendError, ConfigError
 from sfi_core.hosts.transformers.fusion import fused
-from sfi_core.hosts.transformers.products import own_products
+from sfi_core.hosts.transformers.product_layers import own_products
 from sfi_kernels.launch import counting
 from tests.core.hosts.test_fusion import CONFIG, DEVICE, PROMPTS, launched, quick, tiny
 from tests.covering import first
