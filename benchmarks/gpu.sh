@@ -111,7 +111,7 @@ parts() {
 
   part ops 2 160 "--folder $work/again" "${ours[@]}" ops "${into[@]}" $dry
   part decode 2 220 "$more" "${ours[@]}" decode "${into[@]}" $dry
-  part decode-chained 2 90 "$more" "${ours[@]}" decode-chained "${into[@]}" $dry
+  part decode-chained 2 160 "$more" "${ours[@]}" decode-chained "${into[@]}" $dry
   part decode-eager 2 60 "$more" "${ours[@]}" decode-eager "${into[@]}" $dry
   part decode-baseline 2 60 "$more" "${ours[@]}" decode-baseline "${into[@]}" $dry
 

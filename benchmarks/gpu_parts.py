@@ -66,10 +66,10 @@ class Parts:
         ]
 
     def decode_chained(self) -> list[Command]:
-        """Decode two points with chained launches, after the same without, whose rows are the ones to compare."""
-        ours = "--policy", "sfi,codescan,full-kv"
-        switch = "--set", f"engine.chained={'false' if self.dry else 'true'}"
-        ways: dict[str, tuple[str, ...]] = {"plain": (), "chained": switch}
+        """Decode two points with chained launches and own products, after the same without, whose rows to compare."""
+        ours, on = ("--policy", "sfi,codescan,full-kv"), str(not self.dry).lower()
+        chained, products = ("--set", f"engine.chained={on}"), ("--set", f"engine.products={on}")
+        ways = {"plain": (), "chained": chained, "products": products, "both": (*chained, *products)}
         return [
             self._bench(f"decode-4b-{name}-{way}", "qwen3-4b", *ours, *options, context=context, batch=batch)
             for name, context, batch in (("8k", "8K", "1"), ("32k", "32K", "8"))

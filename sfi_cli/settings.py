@@ -103,7 +103,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "trace record": GENERATING,
     "bench": (
         *(name for name in DECODING if name not in TRIGGERING),
-        "engine.overlap", "engine.graphs", "engine.chained", "engine.backend", "engine.kv_dtype",
+        "engine.overlap", "engine.graphs", "engine.chained", "engine.products", "engine.backend", "engine.kv_dtype",
         *TIERS, "model", "bench", "forecast",
     ),
     "eval": ("engine.backend", "engine.kv_dtype", "engine.prefill_chunk", *TIERS, "model.revision", "eval"),

@@ -24,6 +24,8 @@ WAYS = {
     "graphs": EngineOptions(overlap=False, graphs=True),
     "both": EngineOptions(overlap=True, graphs=True),
     "chained": EngineOptions(overlap=True, graphs=True, chained=True),
+    "products": EngineOptions(overlap=True, graphs=True, products=True),
+    "chained products": EngineOptions(overlap=True, graphs=True, chained=True, products=True),
 }
 
 

@@ -31,6 +31,7 @@ from sfi_kernels.pack import append, pack, recall
 from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan
 from sfi_kernels.pages import HeadPages, Ring
 from sfi_kernels.partial_attention import PseudoToken
+from sfi_kernels.products import MOST_ROWS, project
 from sfi_kernels.selector import selector
 from sfi_kernels.step_descriptor import FAST, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from sfi_kernels.top_k import top_k
@@ -157,6 +158,9 @@ def _runs() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"{name}, F={F}, added", partial(add_rms_norm.triton, hidden, hidden, weight, 1e-6)
         gate = torch.empty(2, 1024, dtype=dtype)
         yield name, partial(silu_mul.triton, gate, gate)
+        for rows in (1, MOST_ROWS):
+            for kind, run in _products(dtype, rows).items():
+                yield f"{name}, M={rows}, {kind}", run
     chain = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
     yield "bf16, chained", partial(_chained, chain)
     rival = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
@@ -313,6 +317,22 @@ def _rotate(dtype: torch.dtype, D: int, *, normed: bool) -> None:
         rotary.triton(query, key, angle, angle, weight, weight, 1e-6, appending)
 
 
+def _products(dtype: torch.dtype, M: int) -> dict[str, Callable[[], object]]:
+    """Return the products of a layer of Qwen3-4B, with the bias that Qwen2 has, for M rows."""
+
+    def run(N: int, K: int, **around: Any) -> Callable[[], object]:
+        return partial(project.triton, torch.empty(M, K, dtype=dtype), torch.empty(N, K, dtype=dtype), **around)
+
+    norm: Any = {"norm_K": torch.empty(2560, dtype=dtype), "eps": 1e-6}
+    residual = torch.empty(M, 2560, dtype=dtype)
+    return {
+        "q, k, v": run(6144, 2560, bias_N=torch.empty(6144, dtype=dtype), **norm),
+        "output": run(2560, 4096, residual_XN=residual),
+        "gate, up": run(19456, 2560, gated=True, **norm),
+        "down": run(2560, 9728, residual_XN=residual),
+    }
+
+
 def _chained(case: Case) -> None:
     """Run what a layer of a step of Qwen3-4B launches, chained where the architecture can."""
     hidden, weight = torch.empty(2, 2560, dtype=torch.bfloat16), torch.empty(2560, dtype=torch.bfloat16)
@@ -322,6 +342,8 @@ def _chained(case: Case) -> None:
         case.choose()
         case.decode()
         silu_mul.triton(hidden, hidden)
+        for run in _products(torch.bfloat16, 1).values():
+            run()
 
 
 def _select(heads: int, group: int, window: int, span: int) -> None:

@@ -16,7 +16,7 @@ from sfi_core.engine import by_request, select
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError, unknown
-from sfi_core.settings.engine import BACKENDS
+from sfi_core.settings.engine import BACKENDS, DEFAULTS, EngineOptions
 from sfi_core.state.request import RequestState
 from sfi_kernels.decode_attention import DecodeAttention, decode_attention
 from sfi_kernels.dense_attention import dense_attention
@@ -241,16 +241,20 @@ def _causal(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: torch
     return out.view(*query_BHGTD.shape[:4], -1)
 
 
-def check_backend(backend: str, device: torch.device, *, chained: bool = False) -> None:
-    """Refuse a backend that is unknown (`ConfigError`), or that cannot run on a device, or chain (`BackendError`)."""
+def check_backend(backend: str, device: torch.device, engine: EngineOptions = DEFAULTS) -> None:
+    """Refuse a backend that is unknown (`ConfigError`), or cannot run on a device (`BackendError`).
+
+    So is what `engine` asks of it beyond its defaults.
+    """
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
-    if chained and backend == "torch":
-        raise BackendError("engine.chained must be false on the torch backend, got true")
+    for name in ("chained", "products"):
+        if getattr(engine, name) and backend == "torch":
+            raise BackendError(f"engine.{name} must be false on the torch backend, got true")
     if backend == "triton":
         try:
             check_device(device)
-            if chained:
+            if engine.chained:
                 check_chained(device)
         except KernelLimitError as error:
             raise BackendError(str(error)) from error

@@ -55,6 +55,10 @@ class EngineOptions(Table):
     chained: bool = setting(
         False, "Launch each kernel while the one before it ends, on Hopper or newer; no device has timed it yet."
     )
+    products: bool = setting(
+        False,
+        "Multiply up to 16 tokens by kernels with norm, gate and sum inside, on triton; no device has timed them.",
+    )
     kv_device_budget: str | None = setting(
         None, "Keep all keys and values in host memory, and at most this much on the device: 20%, 2GiB; none: all."
     )
@@ -66,6 +70,8 @@ class EngineOptions(Table):
     def __post_init__(self) -> None:
         """Check the values and the device budget; raises `ConfigError`."""
         Table.__post_init__(self)
+        if self.products and self.fused is False:
+            raise ConfigError("engine.products must be false without engine.fused, got true")
         if self.kv_device_budget is not None:
             DeviceBudget.parse(self.kv_device_budget)
 

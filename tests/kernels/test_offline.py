@@ -56,7 +56,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sfi_kernels.launch import recording, Target
 from sfi_kernels.fused import add_rms_norm, rms_norm, silu_mul
-from sfi_kernels.offline import _rotate, signature
+from sfi_kernels.offline import _products, _rotate, signature
 
 rows, weight = torch.empty(2, 2560, dtype=torch.bfloat16), torch.empty(2560, dtype=torch.bfloat16)
 runs = {
@@ -65,6 +65,7 @@ runs = {
     "norm": lambda: rms_norm.triton(rows, weight, 1e-6),
     "norm, added": lambda: add_rms_norm.triton(rows, rows, weight, 1e-6),
     "gate": lambda: silu_mul.triton(rows, rows),
+    "product": _products(torch.bfloat16, 1)["gate, up"],
 }
 for name, run in runs.items():
     with recording(Target(90, 132)) as record:
@@ -82,6 +83,7 @@ from sfi_kernels.offline import Case, _chained
 
 case = Case(torch.bfloat16, 128, 128, 4, None, sinks=False)
 for capability in (80, 90):
+    compiled = {"_rms_norm_kernel", "_silu_mul_kernel", "_project_kernel"}
     with recording(Target(capability, 132)) as record:
         _chained(case)
     for launch in record.launches:
@@ -89,7 +91,8 @@ for capability in (80, 90):
         if name == "_split_plan_kernel":  # once a step
             continue
         ptx = ""
-        if name in ("_rms_norm_kernel", "_silu_mul_kernel"):
+        if name in compiled:
+            compiled.remove(name)
             types, constants, attributes = signature(launch)
             source = ASTSource(fn=launch.kernel, signature=types, constexprs=constants, attrs=attributes)
             ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
@@ -200,7 +203,7 @@ def ptx(told) -> dict[str, str]:
     return dict(told["ptx"])
 
 
-@pytest.mark.parametrize("name", ["rotary", "rotary, normed", "norm", "norm, added", "gate"])
+@pytest.mark.parametrize("name", ["rotary", "rotary, normed", "norm", "norm, added", "gate", "product"])
 def test_no_product_in_bfloat16_loses_its_rounding_to_a_sum(ptx, name: str):
     """PyTorch rounds a product before it adds; `fma` does not."""
     assert re.search(r"\.bf16", ptx[name])
@@ -213,13 +216,14 @@ def test_the_angle_s_products_are_rounded_one_by_one(ptx, name: str):
 
 
 def test_chained_kernels_wait_before_they_read_or_write(told):
-    """All of a step's, from Hopper on; older chips have no such instruction."""
+    """All of a step's, from Hopper on; older chips have no such instruction. A product loads weights before."""
     rows = told["chained"]
     on_90 = [row for row in rows if row[0] == 90]
     assert len(rows) == 2 * len(on_90)
-    assert len({name for _, name, *_ in on_90}) == 8
-    for capability, _, asked, chained, ptx in rows:
+    assert len({name for _, name, *_ in on_90}) == 9
+    for capability, name, asked, chained, ptx in rows:
         assert asked == chained == (capability == 90)
         before, *waits = ptx.split("griddepcontrol.wait")
         assert len(waits) == (bool(ptx) and chained)
-        assert not waits or not re.search(r"(ld|st)\S*\.global", before)
+        early = set(re.findall(r"\b(ld|st)\S*\.global", before)) if waits else set()
+        assert early == ({"ld"} if waits and name == "_project_kernel" else set())

@@ -74,7 +74,8 @@ def _norm(
 
 
 @triton.jit
-def _rounded(number, dtype):
+def rounded(number, dtype):
+    """Round a float32 number to a dtype's."""
     return number.to(dtype).to(tl.float32)
 
 
@@ -95,10 +96,10 @@ def _rotate_heads(
         scale = tl.rsqrt(mean + eps)[:, None]
         weight_1 = tl.load(weight_ptr + column, mask=column < HALF, other=0.0).to(tl.float32)
         weight_2 = tl.load(weight_ptr + column + HALF, mask=column < HALF, other=0.0).to(tl.float32)
-        first = _rounded(weight_1 * _rounded(first * scale, dtype), dtype)
-        second = _rounded(weight_2 * _rounded(second * scale, dtype), dtype)
-    turned_1 = _rounded(first * cos_1, dtype) - _rounded(second * sin_1, dtype)
-    turned_2 = _rounded(second * cos_2, dtype) + _rounded(first * sin_2, dtype)
+        first = rounded(weight_1 * rounded(first * scale, dtype), dtype)
+        second = rounded(weight_2 * rounded(second * scale, dtype), dtype)
+    turned_1 = rounded(first * cos_1, dtype) - rounded(second * sin_1, dtype)
+    turned_2 = rounded(second * cos_2, dtype) + rounded(first * sin_2, dtype)
     out_ptr += token * heads * D
     tl.store(out_ptr + place, turned_1.to(dtype), mask=mask)
     tl.store(out_ptr + place + HALF, turned_2.to(dtype), mask=mask)
@@ -152,7 +153,7 @@ def _rotary_kernel(
         )  # fmt: skip
         if APPENDS:
             dtype = key_out_ptr.dtype.element_ty
-            key_1, key_2 = _rounded(key_1, dtype), _rounded(key_2, dtype)
+            key_1, key_2 = rounded(key_1, dtype), rounded(key_2, dtype)
             target = row_start(page, head, position % N, KEY_STRIDES)[:, None] + column
             tl.store(key_pages_ptr + target, key_1.to(dtype), mask=mask & own)
             tl.store(key_pages_ptr + target + HALF, key_2.to(dtype), mask=mask & own)
@@ -195,6 +196,13 @@ def rotary(
 
 
 @triton.jit
+def gated_numbers(gate, up, dtype):
+    """Multiply SiLU of a gate, rounded to a dtype, by up, all of float32."""
+    silu = rounded(tl.div_rn(gate, 1.0 + tl.exp(-tl.maximum(gate, LEAST))), dtype)
+    return (silu * up).to(dtype)
+
+
+@triton.jit
 def _silu_mul_kernel(
     gate_ptr, up_ptr, out_ptr, gate_row_stride, up_row_stride, F, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):
@@ -204,8 +212,7 @@ def _silu_mul_kernel(
     mask = column < F
     gate = tl.load(gate_ptr + row * gate_row_stride + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + column, mask=mask, other=0.0).to(tl.float32)
-    silu = tl.div_rn(gate, 1.0 + tl.exp(-tl.maximum(gate, LEAST))).to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * F + column, (silu * up).to(dtype), mask=mask)
+    tl.store(out_ptr + row * F + column, gated_numbers(gate, up, dtype), mask=mask)
 
 
 def silu_mul(gate_XF: torch.Tensor, up_XF: torch.Tensor) -> torch.Tensor:

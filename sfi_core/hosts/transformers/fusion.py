@@ -13,7 +13,6 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch.nn.functional import linear
 from transformers.activations import SiLUActivation
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,6 +21,7 @@ from sfi_core.hosts.transformers import known as sources
 from sfi_core.hosts.transformers.attention import probing
 from sfi_core.hosts.transformers.cache import CACHE_NAME, OLD_NAME, SfiCache, SfiLayer, cache_in, under_way
 from sfi_core.hosts.transformers.known import AttentionSource
+from sfi_core.hosts.transformers.products import Product, takes
 from sfi_core.machine.private import attention_implementation, has_hooks
 from sfi_core.machine.threads import served, serving
 from sfi_kernels.fused import MAX_HEAD, MAX_ROW, Appending, add_rms_norm, rms_norm, rotary, silu_mul
@@ -31,65 +31,6 @@ Forward = Callable[..., Any]
 REPORTED = ("Norm", "MLP", "Attention", "DecoderLayer")
 LOOKS = "sfi_looks"  # of the norm before an MLP: what looks at the residual stream there (`predictions`)
 NORMED = "sfi_normed"  # of a tensor: a norm, and what it makes of the tensor
-
-
-class Product:
-    """Linear modules that project the same rows, [..., K], to N numbers each, as one product.
-
-    With few tokens a product takes as long as its weights take to read, and a GPU reads one large matrix faster than
-    several small ones. So their weights, [N, K], are moved behind each other, for good: each is then a view of one
-    tensor, with its numbers unchanged. They stay apart where they are not all plain, or memory for the move is lacking.
-    """
-
-    def __init__(self, *modules: torch.nn.Module) -> None:
-        self._modules = modules
-        self._weight_NK: torch.Tensor | None = None
-        self._bias_N: torch.Tensor | None = None
-        linears = [linear for linear in modules if type(linear) is torch.nn.Linear and "forward" not in vars(linear)]
-        biases = [linear.bias.detach() for linear in linears if isinstance(linear.bias, torch.Tensor)]
-        if len(linears) < len(modules) or len(biases) not in (0, len(modules)):
-            return
-        self._weight_NK = _together([linear.weight for linear in linears])
-        self._widths = [linear.out_features for linear in linears]
-        if biases and self._weight_NK is not None:
-            self._bias_N = torch.cat(biases)
-
-    def __call__(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Project rows, [..., K]; return each module's own, [..., N], maybe as views of one tensor."""
-        if self._weight_NK is None or torch.is_grad_enabled() or any(map(has_hooks, self._modules)):
-            return [module(rows) for module in self._modules]
-        return torch.split(linear(rows, self._weight_NK, self._bias_N), self._widths, -1)
-
-
-def _together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    # the tensor that holds all, one after the other
-    first = weights[0]
-    kinds = {(type(weight), weight.dtype, weight.device, weight.shape[1], weight.is_contiguous()) for weight in weights}
-    if kinds != {(torch.nn.Parameter, first.dtype, first.device, first.shape[1], True)}:
-        return None
-    if not _adjacent(weights):
-        try:
-            whole = torch.cat([weight.data for weight in weights])
-        except torch.OutOfMemoryError:
-            return None
-        for weight, part in zip(weights, torch.split(whole, [len(weight) for weight in weights]), strict=True):
-            weight.data = part
-        if first.device.type == "cuda":
-            torch.cuda.empty_cache()  # the next layer's needs the room of this one's old weights
-    return first.data.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1))
-
-
-def _adjacent(weights: Sequence[torch.Tensor]) -> bool:
-    ends = [weight.data_ptr() + weight.nbytes for weight in weights]
-    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
-    return one_storage and [weight.data_ptr() for weight in weights[1:]] == ends[:-1]
-
-
-def takes(*tensors: torch.Tensor, rows: Sequence[torch.Tensor] = ()) -> bool:
-    """Say whether kernels take contiguous tensors and projected rows: of one dtype and device, without gradients."""
-    like = (*tensors, *rows)[0]
-    alike = all(x.dtype == like.dtype and x.device == like.device for x in (*tensors, *rows))
-    return alike and not torch.is_grad_enabled() and all(x.is_contiguous() for x in tensors)
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -150,36 +91,43 @@ def _summed(residual: torch.Tensor, hidden: torch.Tensor, norm: Any) -> tuple[to
 
 def attention_forward(module: Any, source: AttentionSource) -> Callable[..., Any]:
     """Return an attention's forward, whose projections are one product, and whose norms and rotations one kernel."""
-    project = Product(module.q_proj, module.k_proj, module.v_proj)
+    projections = Product(module.q_proj, module.k_proj, module.v_proj)
 
     def forward(
-        self: Any,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
+        self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        names = sources.names_of(type(self).forward)
-        cache = cache_in(kwargs)
-        kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
-        lead = hidden_states.shape[:-1]
-        shape = (*lead, -1, self.head_dim)
-        query, key, value = (part.view(shape) for part in project(hidden_states))
-        query, key = rotated(self, source, query, key, *position_embeddings, partial(_appending, self, cache, value))
-        value = value.transpose(1, 2)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        if source.window:
-            owner = self if source.window == "module" else self.config
-            kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            attention_implementation(self.config), names["eager_attention_forward"]
-        )
-        dropout = self.attention_dropout if self.training else 0.0
-        out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-        return self.o_proj(out.reshape(*lead, -1).contiguous()), weights
+        out, weights = attended(self, source, projections(hidden_states), *args, **kwargs)
+        return self.o_proj(out), weights
 
     return forward
+
+
+def attended(
+    self: Any, source: AttentionSource, parts: Sequence[torch.Tensor],
+    position_embeddings: tuple[torch.Tensor, torch.Tensor], attention_mask: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Return what an attention, `self`, makes between its projections, [B, T, X * E], and its weights if it has any.
+
+    `parts` are the projected queries, keys and values, [B, T, heads * D] each.
+    """
+    names = sources.names_of(type(self).forward)
+    cache = cache_in(kwargs)
+    kwargs = {k: v for k, v in kwargs.items() if k not in (CACHE_NAME, OLD_NAME)}
+    lead = parts[0].shape[:-1]
+    query, key, value = (part.view(*lead, -1, self.head_dim) for part in parts)
+    query, key = rotated(self, source, query, key, *position_embeddings, partial(_appending, self, cache, value))
+    value = value.transpose(1, 2)
+    if cache is not None:
+        key, value = cache.update(key, value, self.layer_idx)
+    if source.window:
+        owner = self if source.window == "module" else self.config
+        kwargs["sliding_window"] = getattr(owner, "sliding_window", None)
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+        attention_implementation(self.config), names["eager_attention_forward"]
+    )
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    return out.reshape(*lead, -1).contiguous(), weights
 
 
 def _appending(self: Any, cache: Any, value: torch.Tensor) -> Appending | None:
@@ -214,6 +162,7 @@ def rotated(
 class Fusion:
     """The modules that run with our forward, and the norms, MLPs, attentions and layers left alone, by class."""
 
+    ours: set[torch.nn.Module] = field(default_factory=set)
     modules: Counter[str] = field(default_factory=Counter)
     left_alone: Counter[str] = field(default_factory=Counter)
 
@@ -234,6 +183,7 @@ def fused(model: Any) -> Iterator[Fusion]:
     for module, forward in forwards.items():
         name = type(module).__name__
         if forward is not None:
+            fusion.ours.add(module)
             fusion.modules[name] += 1
             module.forward = MethodType(_served_only(forward), module)
         elif name.endswith(REPORTED):

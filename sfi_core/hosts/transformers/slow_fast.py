@@ -25,6 +25,7 @@ from sfi_core.hosts.transformers.generate_call import (
     next_step,
 )
 from sfi_core.hosts.transformers.predictions import predicting
+from sfi_core.hosts.transformers.product_layers import own_products
 from sfi_core.hosts.transformers.session import Session
 from sfi_core.hosts.transformers.stores import check_lossless
 from sfi_core.models.linear import quick_linears
@@ -163,10 +164,12 @@ def session_on(
         stack.enter_context(session.ranks.guarded())
         stack.enter_context(quick_linears(model))
         session.backend = _resolved(engine.backend, session, page_size)
-        check_backend(session.backend, model.device, chained=engine.chained)
+        check_backend(session.backend, model.device, engine)
         session.observe()
-        if wants_fusion(session.engine.fused, session.backend, model.device):
+        if wants_fusion(engine.products or engine.fused, session.backend, model.device):
             session.fusion = stack.enter_context(fused(model))
+        if engine.products:
+            stack.enter_context(own_products(session.fusion))
         if session.policy.predicts:
             stack.enter_context(predicting(session))
         yield session

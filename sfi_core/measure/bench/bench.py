@@ -70,7 +70,7 @@ def check_run(settings: DecodeSettings, device: torch.device) -> None:
     drafts = [policy_class(policy).drafts for policy in settings.policies]
     if settings.lossless and not any(drafts):
         check_able(policy_class(settings.policies[0]), settings.policies[0], "drafts")
-    check_backend(settings.engine.backend, device, chained=settings.engine.chained)
+    check_backend(settings.engine.backend, device, settings.engine)
     if settings.engine.graphs and device.type != "cuda":
         raise BackendError(f"graphs must run on a CUDA device, got {device.type}; drop engine.graphs")
 

@@ -16,6 +16,7 @@ from sfi_core.measure.kernel_bench.settings import FLOAT32, INT32, RETAINING
 from sfi_kernels.fused import Appending, add_rms_norm, rotary, silu_mul
 from sfi_kernels.op import Op
 from sfi_kernels.pack import append, pack, recall
+from sfi_kernels.products import MOST_ROWS, project
 from sfi_kernels.selector import selector
 from sfi_kernels.top_k import top_k
 
@@ -159,12 +160,25 @@ def gate(layer: LayerData, _: None) -> Iterator[KernelVariant]:
     yield _fused(layer, "silu_mul", silu_mul, (layer.draw(B, F), layer.draw(B, F)), 3 * B * F)
 
 
+def product(layer: LayerData, _: None) -> Iterator[KernelVariant]:
+    """Yield an output's product with the residual's sum, for up to 16 tokens, and PyTorch's two operations."""
+    B, F = min(layer.settings.batch, MOST_ROWS), layer.settings.heads * layer.settings.head_dim
+    rows, weight, residual = layer.draw(B, F), layer.draw(F, F), layer.draw(B, F)
+    operands = rows, weight, None, None, 0.0, residual
+
+    def sizes(_: torch.Tensor) -> torch.Tensor:
+        return rows.double().abs() @ weight.double().abs().T + residual.abs()
+
+    for name, backend in (("project", layer.backend), ("project.torch", "torch")):
+        yield _fused(layer, name, project, operands, (F + 3 * B) * F, sizes, backend)
+
+
 def _fused(
     layer: LayerData, name: str, op: Op[..., Any], operands: tuple[Any, ...], numbers: int,
-    sizes: Callable[[torch.Tensor], torch.Tensor] = torch.abs,
+    sizes: Callable[[torch.Tensor], torch.Tensor] = torch.abs, backend: str | None = None,
 ) -> KernelVariant:  # fmt: skip
     # an op on one token of every request that moves `numbers` numbers; `sizes` are those that its sums round at
-    call = partial(op.on(layer.backend), *operands)
+    call = partial(op.on(backend or layer.backend), *operands)
 
     def error() -> float:
         expected = op.reference(*(x.double() if isinstance(x, torch.Tensor) else x for x in operands))
@@ -182,7 +196,7 @@ GROUPS: dict[str, dict[str, Make]] = {
     "A step of CodeScan": {"codescan": codescan},
     "The cache": {"append": appended, "recall": recalled},
     "Attention of a prompt": {"prompt": prompt},
-    "The rest of a layer": {"rms_norm": norm, "rotary": rotation, "silu_mul": gate},
+    "The rest of a layer": {"rms_norm": norm, "rotary": rotation, "silu_mul": gate, "project": product},
 }
 
 

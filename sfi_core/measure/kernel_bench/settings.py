@@ -6,7 +6,7 @@ from sfi_core.errors import ConfigError, unknown
 
 OPS = (
     "fast", "dense", "verify", "mixed_heads", "selector", "top_k", "pack", "recall", "append",
-    "codescan", "prompt", "rms_norm", "rotary", "silu_mul",
+    "codescan", "prompt", "rms_norm", "rotary", "silu_mul", "project",
 )  # fmt: skip
 RETAINING = {"fast", "mixed_heads", "top_k", "pack", "recall", "codescan"}  # depend on the retention
 SWEEPS = ("retention",)

@@ -138,7 +138,7 @@ def test_a_run_checks_and_times_every_op(dtype):
         "fast", "dense", "dense.sdpa", "verify", "mixed_heads", "selector", "top_k", "pack", "recall",
         "append", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
-        "rms_norm", "rotary", "silu_mul",
+        "rms_norm", "rotary", "silu_mul", "project", "project.torch",
     }  # fmt: skip
     for row in rows:
         assert row["matches_reference"], (row["op"], row["failure"])
@@ -265,6 +265,6 @@ def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
         "dense", "dense.host", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append", "append.host", "codescan",
         "prompt", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa",
-        "rms_norm", "rotary", "rotary.append", "silu_mul",
+        "rms_norm", "rotary", "rotary.append", "silu_mul", "project", "project.torch",
     }  # fmt: skip
     assert max(errors.values()) <= 1, errors

@@ -164,7 +164,7 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
     assert min(one.error() for one in ours[1:]) > 1
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul"])
+@pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul", "project"])
 def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
     op = {"rms_norm": "add_rms_norm"}.get(name, name)
     own = getattr(cases, op).reference
