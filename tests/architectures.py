@@ -118,20 +118,20 @@ WORKS = (
     Architecture(name="Phi-3", model_type="phi3", fused="norm", note="fused projections",
         settings={"sliding_window": None}),
     Architecture(name="Gemma 2", model_type="gemma2",
-        note="soft-capped logits; its sliding-window layers keep their own window",
+        note="soft-capped logits; sliding windows",
         settings={**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0}, eager=True),
     Architecture(name="Gemma 3", model_type="gemma3_text",
-        note="text only; its sliding-window layers keep their own window", settings=MIXED),
+        note="text only; sliding windows", settings=MIXED),
     Architecture(name="OLMo 2", model_type="olmo2", fused="gate"),
     Architecture(name="OLMo 3", model_type="olmo3", fused="gate",
-        note="its sliding-window layers keep their own window", settings=MIXED),
+        note="sliding windows", settings=MIXED),
     Architecture(name="GPT-OSS", model_type="gpt_oss",
-        note="learned attention sinks; mixture of experts; its sliding-window layers keep their own window",
+        note="learned attention sinks; mixture of experts; sliding windows",
         settings={**EXPERTS, **MIXED}, eager=True),
     Architecture(name="Granite", model_type="granite", fused="norm rotation gate",
         note="own scale of the logits", settings={"attention_multiplier": 0.5}),
     Architecture(name="Cohere 2", model_type="cohere2", fused="gate",
-        note="its sliding-window layers keep their own window", settings=MIXED),
+        note="sliding windows", settings=MIXED),
     Architecture(name="DeepSeek-V3", model_type="deepseek_v3", fused="norm gate sum",
         note="multi-head latent attention: the cache holds the expanded keys and values, not the latents",
         settings={**EXPERTS, **LATENT}, drop=("head_dim",)),
@@ -306,11 +306,11 @@ classes that keep their own forward.
 
 ## Refused
 
-sfi stops with this message rather than run densely, or choose from what a model has already chosen. A model
-with a module named `...Indexer` is natively sparse and refused, whatever its name.
+sfi stops with a message that names the reason, rather than run densely or choose from what a model has already
+chosen. A model with a module named `...Indexer` is natively sparse and refused, whatever its name.
 
-| Architecture | `model_type` | Why | Message |
-|---|---|---|---|
+| Architecture | `model_type` | Why |
+|---|---|---|
 {refused}
 
 ## Every causal model of transformers
@@ -366,7 +366,7 @@ def page() -> str:
             f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
         beside="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in BESIDE),
-        refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED),
+        refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in REFUSED),
         counts="\n".join(f"| {version} | {count(version)} |" for version in found),
         all_work=named("works", why=False),
         limits=by_reason("works"),
