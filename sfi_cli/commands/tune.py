@@ -13,6 +13,7 @@ from sfi_cli.parsing import named_strings
 from sfi_cli.settings import DIMENSIONS, SETTINGS, given, texts
 from sfi_cli.terminal.output import Output, leave_interrupted
 from sfi_cli.terminal.tables import Part
+from sfi_core.errors import require
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, percent, plural
 
@@ -60,10 +61,10 @@ def tune(
     from sfi_cli.terminal.progress import Progress
     from sfi_traces.model.trace import Trace
     from sfi_traces.tune.result import find, plot_tuning
-    from sfi_traces.tune.tuning import Limits, Tuning, check_optuna
+    from sfi_traces.tune.tuning import Limits, Tuning
 
     settings = given("tune", sets=sets)
-    check_optuna()
+    require("tuning needs", "tune", "optuna", "scipy")
     options = {"trigger_policy": trigger_policy, "t_max": t_max, "budget": budget}
     axes, trigger_sets = texts(DIMENSIONS, search, options), named_strings(trigger_set)
     with Output(output, plot=plot, force=force, json=json, quiet=quiet, wide=wide) as written:

@@ -10,7 +10,7 @@ from sfi_cli.settings import given
 from sfi_cli.terminal.output import Output
 from sfi_cli.terminal.tables import Part
 from sfi_core import __version__
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, require
 from sfi_core.settings.engine import EngineOptions
 from sfi_traces.views.table import Columns, Row, Table, number, plural
 
@@ -45,9 +45,7 @@ def heads(
 
       sfi tune heads -f a.txt -f b.txt --model my-model
     """
-    from sfi_core.measure.clustering import check_scipy
-
-    check_scipy()
+    require("head clusters need", "tune", "scipy")
     if not prompt_file and model is not None:
         raise ConfigError("texts must be prompt files, got none; add -f FILE")
     settings = given("tune heads", sets=sets)

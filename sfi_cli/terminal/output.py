@@ -6,8 +6,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -19,7 +19,7 @@ import typer
 from sfi_cli.terminal.tables import Part, rendered, wrapped
 from sfi_core import distributed as torchrun
 from sfi_core.errors import ConfigError, SfiError
-from sfi_core.machine.files import atomic_file, new_file
+from sfi_core.machine.files import atomic_file, new_file, writing
 from sfi_core.machine.text import printable_lines, write_json
 
 INTERRUPTED = 130
@@ -87,7 +87,7 @@ class Output:
 
             check_plot(self.plot)
         for path in filter(None, (self.path, self.plot)):
-            with _written(path):
+            with writing(f"output {path}"):
                 self._check(path)
         if not torchrun.first():  # another rank writes
             self.path = self.plot = None
@@ -175,14 +175,14 @@ class Output:
         """Make the file empty for `line`; with `append` only a torn last line is cut off."""
         if self.path is None or _is_stream(self.path):
             return
-        with _written(self.path), self.path.open("ab+") as file:
+        with writing(f"output {self.path}"), self.path.open("ab+") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1 if self.append else 0)
 
     def line(self, document: Document) -> None:
         """Add a document to the file at once, as a line of JSON."""
         if self.path is not None:
-            with _written(self.path), self.path.open("ab") as file:
+            with writing(f"output {self.path}"), self.path.open("ab") as file:
                 file.write(f"{write_json(document)}\n".encode())
 
     def file(self, document: Document) -> None:
@@ -199,9 +199,9 @@ class Output:
     def _save(self, path: Path, write: Callable[[Path], None], files: ExitStack | None = None) -> None:
         with ExitStack() as alone:
             open_files = alone if files is None else files
-            open_files.enter_context(_written(path))
+            open_files.enter_context(writing(f"output {path}"))
             file = open_files.enter_context(nullcontext(path) if _is_stream(path) else atomic_file(path))
-            with _written(path):
+            with writing(f"output {path}"):
                 write(file)
         if files is None:
             self.say(f"Wrote {path}")
@@ -212,14 +212,6 @@ class Output:
             if sys.stdout.isatty():
                 self.end_line()
             message("\n".join(wrapped(text, terminal_width(sys.stderr), " " * indent)))
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SfiError(f"output {path} cannot be written: {error.strerror}") from error
 
 
 def _is_stream(path: Path) -> bool:

@@ -17,6 +17,7 @@ from sfi_core.engine.batch_pass import BatchPass
 from sfi_core.engine.ledger import Reads, RequestPass, Shape, step_fields
 from sfi_core.engine.picking import Picks
 from sfi_core.engine.run import Counting, Run, note_selected
+from sfi_core.machine.text import common_prefix
 from sfi_core.observers.events import LogitsEvent, StepEvent, VerificationEvent
 from sfi_core.observers.observer import HeldSelections
 from sfi_core.policies.base import Policy, Triggered
@@ -282,7 +283,7 @@ class Drafts:
         if over or (block.reason == "limit" and not self.rule.stop_ids.isdisjoint(draft)):
             state.reason = "stop"
         token_W = token_W[: drafted + 1]
-        accepted = matching(draft, token_W)
+        accepted = common_prefix(draft, token_W)
         if self.outcome is not None:
             accepted = self.outcome(state, draft, token_W)
         given = until_stop(token_W[: accepted + 1], self.rule.stop_ids)
@@ -330,11 +331,6 @@ class Drafts:
         other = draft[verified] if verified < drafted else None
         fields = step_fields(state, run.step, Reads(state.length))
         run.observer.on(StepEvent(**fields, token_id=state.tokens[-1], draft_token_id=other, **self._shape))
-
-
-def matching(draft: Sequence[int], token_W: Sequence[int]) -> int:
-    """Return how many tokens of a draft agree with full attention's, up to the first that does not."""
-    return len([*takewhile(lambda pair: pair[0] == pair[1], zip(draft, token_W, strict=False))])
 
 
 def until_stop(tokens: Sequence[int], stop_ids: frozenset[int]) -> list[int]:

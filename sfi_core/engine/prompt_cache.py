@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from sfi_core.errors import ConfigError, InputError
 from sfi_core.machine.files import atomic_file
-from sfi_core.machine.text import first_line, shown
+from sfi_core.machine.text import common_prefix, first_line, shown
 
 FILE, FORMAT = "prompt.safetensors", "sfi-prompt-cache-1"
 MOST_TOKENS = 1 << 24  # of a file, which become Python's numbers
@@ -55,8 +55,7 @@ class PromptCache:
 
     def agreed(self, prompt: Sequence[int]) -> int:
         """Return how many tokens a prompt shares with this one, from the first on."""
-        pairs = enumerate(zip(self.tokens, prompt, strict=False))
-        return next((place for place, (ours, theirs) in pairs if ours != theirs), min(len(self.tokens), len(prompt)))
+        return common_prefix(self.tokens, prompt)
 
     def column(self, prompts: Sequence[Sequence[int]], window: int, *, hosted: bool) -> int:
         """Return the column behind which prompts that are padded on the left to one length go on; 0 for none.

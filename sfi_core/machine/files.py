@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from sfi_core.errors import ConfigError
+from sfi_core.errors import ConfigError, SfiError
 
 if sys.platform != "win32":
     import fcntl
@@ -16,6 +16,15 @@ if sys.platform != "win32":
 LOCK = ".lock"  # an empty file, there while a process writes the folder
 MOST_BYTES = 1 << 28  # of a file that is read whole
 KEPT = 40  # characters of a file's name in its temporary file's: a name has at most 255 bytes
+
+
+@contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Turn an `OSError` of the block into the `SfiError` that `what` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise SfiError(f"{what} cannot be written: {error.strerror}") from error
 
 
 def new_file(path: Path) -> Path:

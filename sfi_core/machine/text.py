@@ -1,9 +1,16 @@
-"""Text that came from a file or a client, made safe to read and to show."""
+"""Text, and text that came from a file or a client made safe to read and to show."""
 
 import json
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 LONGEST = 200  # characters of a value in an error
+
+
+def common_prefix(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return how many items two texts, or lists of tokens, share from the first on."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def printable(text: str) -> str:

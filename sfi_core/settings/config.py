@@ -232,10 +232,25 @@ def _parsed(text: str, what: str, kind: type[SfiError]) -> dict[str, Any]:
 
 
 def toml_lines(values: Mapping[str, Any]) -> str:
-    """Write values as lines of TOML, without None, which TOML lacks."""
-    # JSON's strings, numbers, booleans and arrays are TOML, except for escaped surrogates and a bare DEL
-    lines = [f"{n} = {json.dumps(v, ensure_ascii=False)}\n" for n, v in values.items() if v is not None]
-    return "".join(lines).replace("\x7f", "\\u007f")
+    """Write values as lines of TOML, a mapping on one; without None, which TOML lacks, and infinite and NaN."""
+    return "".join(f"{pair}\n" for pair in _toml_pairs(values))
+
+
+def _toml_pairs(values: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} = {_toml(value)}"
+        for name, value in values.items()
+        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
+    ]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(_toml_pairs(value))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    # JSON's strings, numbers and booleans are TOML, except for escaped surrogates and a bare DEL
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -329,7 +329,7 @@ def test_help_before_a_command_is_ours_and_after_it_lm_evals():
 
 
 def test_without_lm_eval_the_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(lm_eval_run, "find_spec", lambda _: None)
+    monkeypatch.setattr("sfi_core.errors.find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"needs lm_eval.*pip install .*\[eval\]"):
         harness("--model", "sfi")
 

@@ -166,7 +166,7 @@ def test_a_damaged_part_ends_it_with_the_error(tmp_path):
 
 def test_without_textual_a_line_says_how_to_install_it(monkeypatch, trace):
     monkeypatch.setitem(sys.modules, "textual", None)
-    with pytest.raises(BackendError, match=r"Textual, which is not installed; pip install -e '/.+\[player\]'"):
+    with pytest.raises(BackendError, match=r"textual, which is not installed; pip install -e '/.+\[player\]'"):
         raising("trace", "replay", trace.path, "--play")
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from importlib.util import find_spec
 from threading import Thread
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from sfi_cli.app import main
 from sfi_core.errors import BackendError
 from sfi_core.models.load import BUNDLED
-from sfi_traces import Trace, report
+from sfi_traces import Trace
 from sfi_traces.record import writer
 from tests.cli.trace_commands import sfi as inside
 
@@ -74,8 +75,7 @@ def test_a_redacted_trace_holds_no_text_and_is_overwritten_with_force_only(tmp_p
 
 @pytest.mark.parametrize("lacking", ["plotly", "jinja2"])
 def test_a_report_that_cannot_be_made_is_refused_before_the_trace_is_read(tmp_path, monkeypatch, lacking):
-    found = report.find_spec
-    monkeypatch.setattr(report, "find_spec", lambda name: None if name == lacking else found(name))
+    monkeypatch.setattr("sfi_core.errors.find_spec", lambda name: None if name == lacking else find_spec(name))
     code, _, stderr = inside("trace", "report", str(tmp_path / "run"))
     assert code == BackendError.exit_code
     assert stderr.endswith("[report]'\n")

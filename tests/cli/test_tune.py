@@ -13,7 +13,6 @@ import pytest
 
 from sfi_core.errors import BackendError, ConfigError, SfiError, TraceError
 from sfi_core.settings.config import SfiConfig
-from sfi_traces.tune import tuning
 from tests.cli.trace_commands import sfi, ways
 from tests.small_example import small_example
 from tests.traces.made import CONFIG, MODEL, make_trace
@@ -122,7 +121,7 @@ def test_files_are_not_overwritten_unasked(full, folder):
 
 
 def test_without_optuna_the_extra_is_named(full, folder, monkeypatch):
-    monkeypatch.setattr(tuning, "find_spec", lambda name: None)
+    monkeypatch.setattr("sfi_core.errors.find_spec", lambda name: None)
     error = refused(full)
     assert isinstance(error, BackendError)
     assert "pip install -e '/" in str(error)

@@ -1,6 +1,7 @@
 """`sfi tune heads`: from texts to a head file, beside `sfi tune DIR...`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,11 @@ def test_what_cannot_be_clustered_is_refused_in_one_line(folder):
     Path("heads.json").write_text("kept")
     assert isinstance(refused(*text), ConfigError)
     assert Path("heads.json").read_text() == "kept"
+
+
+def test_without_scipy_the_error_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setattr("sfi_core.errors.find_spec", lambda name: None)
+    assert re.search(r"pip install .*\[tune\]", str(refused("heads", "-f", "a.txt")))
 
 
 def test_every_other_word_after_tune_is_a_trace(folder):

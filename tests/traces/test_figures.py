@@ -5,7 +5,6 @@ import pytest
 
 from sfi_core.errors import BackendError, TraceError
 from sfi_traces import Trace
-from sfi_traces import figures as style
 from sfi_traces.figures import KINDS, check_matplotlib, save
 from sfi_traces.model.request import Request
 from sfi_traces.views.figure_data import REST, HeadMap, lag_lines, lambda_over_time, retained_mass, step_phases
@@ -134,6 +133,6 @@ def test_the_timeline_stacks_the_phases(sfi):
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(style, "find_spec", lambda _: None)
+    monkeypatch.setattr("sfi_core.errors.find_spec", lambda _: None)
     with pytest.raises(BackendError, match=r"pip install -e '/.+\[plots\]'"):
         check_matplotlib("figures")

@@ -3,13 +3,12 @@
 import textwrap
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sfi_core.errors import ConfigError, not_installed
+from sfi_core.errors import ConfigError, require
 from sfi_traces.model.request import Request
 from sfi_traces.model.supports import thinning
 from sfi_traces.views import captions, figure_data
@@ -30,8 +29,7 @@ MOST_NUMBERS = 400  # cells of retained mass with their number written in
 
 def check_matplotlib(what: str) -> None:
     """Raise `BackendError` if matplotlib is not installed; `what`, such as "plots", is in the message."""
-    if find_spec("matplotlib") is None:
-        raise not_installed(f"{what} need", "matplotlib", "plots")
+    require(f"{what} need", "plots", "matplotlib")
 
 
 def check_plot(path: Path) -> None:

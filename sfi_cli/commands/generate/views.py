@@ -1,10 +1,9 @@
 """The report of `sfi generate`, from its document."""
 
-from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from sfi_core.engine import report_text
+from sfi_core.machine.text import common_prefix
 from sfi_core.settings.config import changed_settings
 
 AROUND = 60  # characters shown before and after the first other token
@@ -61,7 +60,7 @@ def _verdict(document: dict[str, Any]) -> str:
         return "correct, word for word"
     (request,), expected = document["requests"], document["expected"].split()
     if request["finish_reason"] == "length" and document["expected"].startswith(request["text"]):
-        words = _shared(request["text"].split(), expected)
+        words = common_prefix(request["text"].split(), expected)
         return f"correct so far, {words} of {len(expected)} words; -n allows {len(request['token_ids'])} tokens"
     return "not the expected one"
 
@@ -103,14 +102,9 @@ def _parting(name: str, data: dict[str, Any], full: dict[str, Any]) -> str:
     # where a run's tokens first differ from full attention's, with the text around; "" where they do not
     for number, (ours, theirs) in enumerate(zip(data["requests"], full["requests"], strict=True)):
         if ours["token_ids"] != theirs["token_ids"]:
-            step, shared = (_shared(ours[part], theirs[part]) for part in ("token_ids", "text"))
+            step, shared = (common_prefix(ours[part], theirs[part]) for part in ("token_ids", "text"))
             before, request = ours["text"][:shared][-AROUND:], f" of request {number}" if number else ""
             here, there = (row["text"][shared:][:AROUND] for row in (ours, theirs))
             place = f"at step {step} of {len(ours['token_ids'])}{request}, after {before!r}"
             return f"they part    {place}: {name} {here!r}, {full['policy']} {there!r}"
     return ""
-
-
-def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    # how many of the first items are the same
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))

@@ -10,7 +10,8 @@ import typer
 from sfi_cli import options as o
 from sfi_cli.parsing import words
 from sfi_cli.terminal.output import Output, message
-from sfi_core.errors import SfiError, TraceError, unknown
+from sfi_core.errors import TraceError, require, unknown
+from sfi_core.machine.files import writing
 
 if TYPE_CHECKING:  # numpy and Arrow take time
     from sfi_traces.model.request import Request
@@ -90,9 +91,9 @@ def report(
 
       sfi trace report run --request 2 -o run.html --force
     """
-    from sfi_traces.report import check_report, render
+    from sfi_traces.report import render
 
-    check_report()
+    require("the report needs", "report", "plotly", "jinja2")
     view = open_view(trace, request)
     with Output(output or beside(trace, "report.html"), force=force) as file:
         file.text(render(view))
@@ -119,7 +120,5 @@ def open_view(trace: Path, request: int | None, layer: int | None = None, head: 
 
 def make_folder(folder: Path) -> None:
     """Make a folder of outputs, if it is not there; raises `SfiError` if it cannot be made."""
-    try:
+    with writing(f"output {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SfiError(f"output {folder} cannot be made: {error.strerror}") from error

@@ -2,9 +2,8 @@
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
-from sfi_core.errors import ConfigError, SfiError, not_installed
+from sfi_core.errors import ConfigError, SfiError, require
 from sfi_core.machine.text import first_line
 
 MODEL = "sfi_core.measure.evaluation.lm_eval_model:SfiLM"
@@ -14,9 +13,7 @@ THEIRS = (ValueError, KeyError, OSError)
 
 def run_lm_eval(words: Sequence[str]) -> None:
     """Run lm-eval with these arguments, of the model `sfi` unless they name one; `SfiError` for what it refuses."""
-    missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
-    if missing:
-        raise not_installed("lm-eval needs", missing[0], "eval")
+    require("lm-eval needs", "eval", "lm_eval", "accelerate")
     # lm-eval is slow to import, and optional
     from lm_eval.__main__ import cli_evaluate  # noqa: PLC0415
     from lm_eval.api.registry import model_registry  # noqa: PLC0415

@@ -131,6 +131,7 @@ def test_heads_shared_by_threads_give_the_same(monkeypatch):
     alone = decode(model, ROWS, "codescan")
     monkeypatch.setattr(compiled, "WORTH", 1e-9)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)  # or the two would stay for all later tests
     used: set[str] = set()
     attend = attention.attend
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sfi_core.engine.lossless import Costs, DraftRule, best_length, matching, until_stop
+from sfi_core.engine.lossless import Costs, DraftRule, best_length, until_stop
 from sfi_core.hosts.transformers.cache import RaggedRow
 from sfi_core.hosts.transformers.decoder import draft_cost
+from sfi_core.machine.text import common_prefix
 from sfi_core.settings.config import DraftConfig, SfiConfig
 from sfi_core.sizes.step import ByteModel
 from sfi_core.state.request import RequestState
@@ -87,10 +88,10 @@ def test_on_a_gpu_launches_and_tiles_of_queries_shorten_drafts():
 
 
 def test_what_is_kept_ends_at_the_first_other_token_and_at_a_stop_token():
-    assert matching([4, 5, 6], [4, 5, 9, 9]) == 2
-    assert matching([4, 5, 6], [4, 5, 6, 9]) == 3
-    assert matching([4], [5, 4]) == 0
-    assert matching([], [3]) == 0
+    assert common_prefix([4, 5, 6], [4, 5, 9, 9]) == 2
+    assert common_prefix([4, 5, 6], [4, 5, 6, 9]) == 3
+    assert common_prefix([4], [5, 4]) == 0
+    assert common_prefix([], [3]) == 0
     assert until_stop([1, STOP, 3], frozenset([STOP])) == [1, STOP]
     assert until_stop([1, 2], frozenset([STOP])) == [1, 2]
 

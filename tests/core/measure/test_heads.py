@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfi_core.errors import BackendError, ConfigError
+from sfi_core.errors import ConfigError
 from sfi_core.measure import clustering
 from sfi_core.measure.clustering import Similarity, cluster, cluster_layers, distance, joined, overlap
 from tests.core.conftest import tiny_qwen3
@@ -117,12 +117,6 @@ def test_more_representatives_than_heads_are_refused():
         cluster(random_similarity(0, H), 6)
     with pytest.raises(ConfigError, match=told):
         cluster_layers([{0: Similarity.of(as_index(random_sets(0)))}], 6)
-
-
-def test_without_scipy_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(clustering, "find_spec", lambda name: None)
-    with pytest.raises(BackendError, match=r"pip install .*\[tune\]"):
-        clustering.check_scipy()
 
 
 def test_a_mean_is_taken_over_pairs_within_and_between_clusters():

@@ -343,7 +343,7 @@ def test_a_file_is_not_split_over_ranks(file: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("missing", ["gguf", "accelerate"])
 def test_a_package_that_is_missing_is_named(missing: str, file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("sfi_core.models.source.find_spec", lambda name: None if name == missing else find_spec(name))
+    monkeypatch.setattr("sfi_core.errors.find_spec", lambda name: None if name == missing else find_spec(name))
     said = refusal(BackendError, str(file))
     assert said == f"GGUF files need {missing}, which is not installed; pip install -e '{CLONE}[gguf]'"
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from sfi_core.errors import ConfigError, SfiError
-from sfi_core.machine.files import KEPT
+from sfi_core.errors import ConfigError
+from sfi_core.machine.files import KEPT, writing
 from sfi_core.observers.events import RunEvent
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
@@ -82,13 +82,12 @@ def _new_trace(folder: Path, *, force: bool) -> Iterator[Path]:
     lock, whole = claim(folder, force=force), folder.resolve()  # "." has no name
     work: Path | None = None
     try:
-        work = Path(mkdtemp(".tmp", f".{whole.name[:KEPT]}.", whole.parent))
-        yield work
-        clear(folder)
-        for piece in sorted(work.iterdir()):
-            piece.replace(folder / piece.name)
-    except OSError as error:
-        raise SfiError(f"trace folder {folder} cannot be written: {error.strerror}") from error
+        with writing(f"trace folder {folder}"):
+            work = Path(mkdtemp(".tmp", f".{whole.name[:KEPT]}.", whole.parent))
+            yield work
+            clear(folder)
+            for piece in sorted(work.iterdir()):
+                piece.replace(folder / piece.name)
     finally:
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)

@@ -14,8 +14,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from sfi_core import __version__
-from sfi_core.errors import ConfigError, SfiError
-from sfi_core.machine.files import LOCK, FolderLock, is_locked, write_atomically
+from sfi_core.errors import ConfigError
+from sfi_core.machine.files import LOCK, FolderLock, is_locked, write_atomically, writing
 from sfi_core.machine.text import parse_json, write_json
 from sfi_core.machine.versions import versions
 from sfi_traces.overlap import Ints
@@ -38,13 +38,11 @@ def claim(folder: Path, kind: str = "trace", *, force: bool) -> FolderLock:
     Raises `ConfigError` as `check_new`, or if another process writes it; `SfiError` if it cannot be made or written.
     """
     name, _ = KINDS[kind]
-    try:
+    with writing(f"{name} {folder}"):
         if not is_locked(folder):  # a trace that has just begun has no manifest yet
             check_new(folder, kind, force=force)  # before a lock file is made in a folder that is none of ours
         folder.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(folder, name)
-    except OSError as error:
-        raise SfiError(f"{name} {folder} cannot be written: {error.strerror}") from error
     check_new(folder, kind, force=force)  # another process may have been faster
     return lock
 

@@ -1,9 +1,8 @@
 """A request of a trace as one HTML file that loads nothing."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
-from sfi_core.errors import TraceError, not_installed
+from sfi_core.errors import TraceError
 from sfi_traces.health import judge
 from sfi_traces.model.request import Request
 from sfi_traces.report.text import disagreements, generated, what_steps_read
@@ -15,13 +14,6 @@ from sfi_traces.views.table import Table
 HERE = Path(__file__).parent
 # facts with a card of their own; health has a section
 CARDS = ("full attention's token", "drafts kept", "retained mass", "cache read", "tokens/s")
-
-
-def check_report() -> None:
-    """Raise `BackendError` if Plotly or Jinja2 is not installed."""
-    for module, name in (("plotly", "Plotly"), ("jinja2", "Jinja2")):
-        if find_spec(module) is None:
-            raise not_installed("the report needs", name, "report")
 
 
 def render(request: Request) -> str:

@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from sfi_core.errors import InputError, SfiError
-from sfi_core.machine.files import FolderLock, write_atomically
+from sfi_core.errors import InputError
+from sfi_core.machine.files import FolderLock, write_atomically, writing
 from sfi_core.machine.text import parse_json, shown, write_json
 from sfi_core.measure.evaluation.grid import Cell, key_of
 from sfi_traces.record.folder import KINDS, claim, now, write_manifest
@@ -56,7 +55,7 @@ class ResultsFolder:
         lock = claim(path, KIND, force=force)
         state = {"created": now(), "finished": None, "stopped": None}
         document = {"kind": KIND, "schema_version": SCHEMA_VERSION, **state, **manifest}
-        with _writing(path):
+        with writing(f"results {path}"):
             for table in COLUMNS:
                 _lines(path, table).unlink(missing_ok=True)
             write_manifest(path, document)
@@ -78,7 +77,7 @@ class ResultsFolder:
 
     def begin(self) -> None:
         """Remove rows with an error and damaged lines, which the resumed run makes again."""
-        with _writing(self.path):
+        with writing(f"results {self.path}"):
             for table, rows in self.rows.items():
                 path = _lines(self.path, table)
                 good = [row for row in rows if row["error"] is None]
@@ -91,7 +90,7 @@ class ResultsFolder:
     def append(self, table: str, row: dict[str, Any]) -> None:
         """Add a row, and wait until it is on disk; raises `SfiError` if the folder cannot be written."""
         line = _line(row)
-        with _writing(self.path), _lines(self.path, table).open("ab") as file:
+        with writing(f"results {self.path}"), _lines(self.path, table).open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -100,7 +99,7 @@ class ResultsFolder:
     def close(self, stopped: str | None = None, cells: Sequence[Cell] = ()) -> None:
         """Order the rows as `cells`, note why the run ended early, if it did, and unlock the folder."""
         try:
-            with _writing(self.path):
+            with writing(f"results {self.path}"):
                 self.order(cells)
                 self.manifest |= {"finished": None if stopped else now(), "stopped": stopped}
                 write_manifest(self.path, self.manifest)
@@ -117,14 +116,6 @@ class ResultsFolder:
         for table in {cell.table for cell in cells}:
             rows = {key_of(row): row for row in self.rows[table]}
             self.rows[table] = [rows[cell.key] for cell in cells if cell.table == table and cell.key in rows]
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise SfiError(f"results {path} cannot be written: {error.strerror}") from error
 
 
 def _lines(path: Path, table: str) -> Path:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sfi_core.machine.versions import versions
-from sfi_core.settings.config import SfiConfig, changed_settings
+from sfi_core.settings.config import SfiConfig, changed_settings, toml_lines
 from sfi_traces.figures import MUTED, new_figure, plain, save
 from sfi_traces.model.trace import Row
 from sfi_traces.replay import SCAN, Comparison, Outcome, Setting
@@ -232,27 +231,12 @@ def tuned_toml(config: SfiConfig, searched: Collection[str], provenance: Mapping
     """
     live, table = {*searched, *changed_settings(config.to_dict())}, ""
     lines = ["# Found by sfi tune. A line with # has the default of a setting that was not searched."]
-    for line in config.to_toml().splitlines():
+    for line in config.to_toml().split("\n")[:-1]:  # a string may hold another end of a line
         if line.startswith("["):
             table = line.strip("[]") + "."
         name = table + line.partition(" = ")[0]
         lines.append(line if "=" not in line or name in live else f"# {line}")
-    lines += ["", "[provenance]"]
-    lines += [f"{key} = {_toml(value)}" for key, value in provenance.items() if _has_value(value)]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def _toml(value: Any) -> str:
-    # TOML has no null; JSON's strings, numbers and booleans are valid TOML, except for a bare DEL
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items() if _has_value(inner))}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _has_value(value: Any) -> bool:
-    return value not in (None, {}) and not (isinstance(value, float) and not math.isfinite(value))
+    return "".join(f"{line}\n" for line in [*lines, "", "[provenance]"]) + toml_lines(provenance)
 
 
 def plot_tuning(document: Row, path: Path, *, kind: str) -> None:

@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 
-from sfi_core.errors import ConfigError, SfiError, not_installed
+from sfi_core.errors import ConfigError, SfiError
 from sfi_traces.model.trace import Trace
 from sfi_traces.replay import Outcome, Setting, Supports, replay
 from sfi_traces.replay.measured import check_one_model
@@ -103,13 +102,6 @@ class Candidate:
 
     setting: Setting
     outcome: Outcome
-
-
-def check_optuna() -> None:
-    """Raise `BackendError` if a package of the extra is missing."""
-    for package in ("optuna", "scipy"):
-        if find_spec(package) is None:
-            raise not_installed("tuning needs", package, "tune")
 
 
 def none_keeps(limits: Limits, outcomes: Sequence[Outcome]) -> SfiError:

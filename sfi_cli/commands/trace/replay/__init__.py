@@ -2,7 +2,6 @@
 
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from sfi_cli.commands.trace.replay.views import replay_text, reuse_text
 from sfi_cli.parsing import number_list
 from sfi_cli.settings import SETTINGS, settings_for, texts
 from sfi_cli.terminal.output import INTERRUPTED, Output, leave_interrupted
-from sfi_core.errors import ConfigError, not_installed
+from sfi_core.errors import ConfigError, require
 
 SLOW, MEMORY = "When a step is slow", "What a fast step reads"
 _slow, OWN = partial(o.option, SLOW), "the trace's own"
@@ -117,8 +116,7 @@ def _check_reuse(axes: dict[str, str], against: Path | None) -> None:
 def _play(trace: Any, part: dict[str, Any]) -> None:
     from sfi_traces.views.frames import playable
 
-    if find_spec("textual") is None:
-        raise not_installed("the player needs", "Textual", "player")
+    require("the player needs", "player", "textual")
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("play must be in a terminal; sfi trace show --step N prints a step")
     from sfi_cli.commands.trace.replay.player import PlayerApp
