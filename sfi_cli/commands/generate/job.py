@@ -68,11 +68,8 @@ def run(
     rows = [token_ids(entry, tokenizer, chat=chat) for entry in prompts.entries]
     shows = output.path is None and not output.json and len(rows) == 1
     limits = prompts.limits(max_new_tokens)
-    if not (named or output.quiet or subject.name == "bundled" or policy != "sfi"):
-        longest = max(len(row) + limit for row, limit in zip(rows, limits, strict=True))
-        kind = model.config.get_text_config(decoder=True).model_type
-        if (advice := advice_before(kind, settings.config, longest)) is not None:
-            message(advice)
+    silent = named or output.quiet or policy != "sfi" or subject.name == "bundled"
+    _advise(settings.config, model, max(map(len, rows)) + max(limits), silent=silent)
     run_once: Callable[..., Any] = partial(
         decode, model, tokenizer, rows, settings.config, quiet=output.quiet,
         max_new_tokens=limits, max_batch=max_batch,
@@ -214,6 +211,13 @@ def decode(
     finally:
         if stream is not None:
             stream.end_line()
+
+
+def _advise(config: Any, model: Any, longest: int, *, silent: bool) -> None:
+    # before a run whose policy nobody asked for
+    line = advice_before(model.config.get_text_config(decoder=True).model_type, config, longest)
+    if line is not None and not silent:
+        message(line)
 
 
 def _document(
