@@ -279,9 +279,9 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 run.kept[layer] = impl.kept
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
+            run.groups[layer] = impl.num_heads // impl.num_kv_heads
         evidence = {names.layer_index(n): impl.evidence for n, impl in impls.items() if impl.evidence is not None}
-        launch = RowLaunch(run, evidence) if names.decodes_in_graphs(self._vllm) else None
-        self.engine = WorkerEngine(run, store, self.block // page_size, launch)
+        self.engine = WorkerEngine(run, store, RowLaunch(run, evidence), self.block // page_size)
         for impl in impls.values():
             impl.engine = self.engine
 

@@ -13,7 +13,7 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
 from sfi_core.hosts.vllm.plan import Scheduled
-from sfi_core.hosts.vllm.rows import evidence_numbers, shares_launch
+from sfi_core.hosts.vllm.rows import evidence_numbers
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.hosts.vllm.worker import kept_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
@@ -148,9 +148,8 @@ def is_configured(vllm_config: Any) -> bool:
 
 
 def decodes_in_graphs(vllm_config: Any) -> bool:
-    """Say whether the decoding rows of a pass are those of one launch, which CUDA graphs hold."""
-    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
-    return shares_launch(backend_of(device), settings.policy, audits=settings.audit is not None)
+    """Say whether CUDA graphs hold the decoding rows."""
+    return backend_of(torch.device(vllm_config.device_config.device)) == "triton"
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
@@ -174,7 +173,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
     policy = settings.policy
-    rows, hands_out = packed_rows(policy, longest), policy.selects_after and decodes_in_graphs(vllm_config)
+    rows, hands_out = packed_rows(policy, longest), policy.refreshes() and decodes_in_graphs(vllm_config)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
         served[layer].segment = PackedSegment(slots, rows, shape, packs=not policy.chooses)
@@ -219,7 +218,7 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
     # the processes of one machine share its memory; each has a GPU of its own
     sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1
     longest, query_heads = longest_of(vllm_config), vllm_config.model_config.get_num_attention_heads(parallel)
-    hands_out = settings.policy.selects_after and decodes_in_graphs(vllm_config)
+    hands_out = settings.policy.refreshes() and decodes_in_graphs(vllm_config)
     check_slots(
         settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
         longest=longest, query_heads=query_heads,

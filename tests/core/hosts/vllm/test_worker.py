@@ -10,7 +10,7 @@ from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.rows import RowLaunch, evidence_numbers, shares_launch
+from sfi_core.hosts.vllm.rows import RowLaunch, evidence_numbers
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.policies import policy_class
 from sfi_core.triggers.trigger import Trigger
@@ -72,13 +72,11 @@ class Server:
         run.layers.update(range(LAYERS))
         for layer in range(LAYERS):
             run.segment(layer)
-        launch = None
-        if backend == "triton":
-            assert shares_launch(backend, policy, audits=False)
-            numbers = evidence_numbers(H * G, LONGEST)
-            evidence = {layer: torch.empty(numbers, device=self.device) for layer in range(LAYERS)}
-            launch = RowLaunch(run, evidence)
-        self.engine = WorkerEngine(run, store, launch=launch)
+            run.groups[layer] = G
+        numbers = evidence_numbers(H * G, LONGEST)
+        evidence = {layer: torch.empty(numbers, device=self.device) for layer in range(LAYERS)}
+        launch = RowLaunch(run, evidence if backend == "triton" else {})
+        self.engine = WorkerEngine(run, store, launch)
         self.random = torch.Generator().manual_seed(3)
         self.table = torch.zeros(PADDED, LONGEST // N, dtype=torch.int32, device=self.device)
         self.operands = [torch.zeros(LAYERS, PADDED, H, G, D, device=self.device) for _ in range(2)]
@@ -98,7 +96,7 @@ class Server:
         ]
         for layer, (_, key, value) in enumerate(new):
             self._write(layer, rows, key, value)
-        alone = self.engine.launch is not None and first == len(rows)
+        alone = first == len(rows)
         if alone and self.recorder is not None and self.graph is None:
             self.engine.launch.prepare(PADDED)
             self.graph = self.recorder(self._launched)  # before any plan
@@ -114,7 +112,7 @@ class Server:
             outs = list(out[:, :first].clone())
         for layer, (query, *_) in enumerate(new if not alone else ()):
             out = torch.full((first, H, G, D), torch.nan, device=self.device)
-            for place in one.whole:
+            for place in range(one.launched, len(rows)):
                 self._attend(layer, *rows[place], self.table[place], query, out)
             self.engine.attend(layer, query.view(first, H, G, D), out, **OPTIONS)
             outs.append(out)
