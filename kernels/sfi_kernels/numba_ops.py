@@ -129,7 +129,9 @@ def decode_attention(
     for rows in filter(None, (descriptor.fast, wanted, others)):
         fast, evidence_RHGT = rows is descriptor.fast, torch.empty(0, 0, 0, 0)
         which = slice(None) if len(rows) == len(words) else [*rows]
-        start_R, length_R = (torch.tensor([words[r][word] for r in rows], dtype=torch.int32) for word in (START, LENGTH))
+        start_R, length_R = (
+            torch.tensor([words[r][word] for r in rows], dtype=torch.int32) for word in (START, LENGTH)
+        )
         slot_R = torch.tensor([words[row][SLOT] if fast else -1 for row in rows])
         if rows is wanted:
             evidence_RHGT = torch.full((len(rows), *shape[1:3], int(length_R.max())), -torch.inf)

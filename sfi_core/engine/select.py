@@ -152,8 +152,8 @@ def _batch(
     return BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
         query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=near.key_PHND, value_PHNE=near.value_PHNE,
-        block_table_BP=near.block_table_BP if table_BP is None else table_BP, descriptor=step, position_BHS=position_BHS,
-        length_BH=length_BH, scale=layer.logit_options["scale"],
+        block_table_BP=near.block_table_BP if table_BP is None else table_BP, descriptor=step,
+        position_BHS=position_BHS, length_BH=length_BH, scale=layer.logit_options["scale"],
         evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest, table_BP),
         kept=run.keep(layer.index, query_BHG1D.shape[2]), early=early,
     )  # fmt: skip

@@ -9,16 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from sfi_kernels.code_scan import BatchCodes, CodeBasis, code_scan, code_tokens, words
 from sfi_kernels.code_scan.reference import scanned
-from sfi_kernels.step_descriptor import (
-    FAST,
-    IDLE,
-    SLOT,
-    SLOW,
-    NewRows,
-    StepDescriptor,
-    StepRequest,
-    describe_step,
-)
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOT, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from tests.fakes import coarse, kernel_device
 
 pytest.importorskip("triton")

@@ -82,8 +82,8 @@ def code_scan(
     Where J has no more keys, all are chosen. The new keys, in the pages or in the descriptor, are coded, too
     (`code_tokens`), the values that have left the recent window are added to the sums, and the queries are kept:
     `codes` are changed in place. For fast requests `position_BHS` is written, their sinks, the chosen positions, then
-    -1, and `length_BH`, how many there are. Both and the codes have the rows that the descriptor's SLOT names; of a
-    request without one, -1, nothing is kept. `rest` is the factor on the estimated probability of the unread keys, whose
+    -1, and `length_BH`, how many there are. Both and the codes have the rows that the descriptor's SLOT names; of -1
+    nothing is kept. `rest` is the factor on the estimated probability of the unread keys, whose
     pseudo token has the mean value of J. `diagnoses` asks for diagnostics, of which Triton returns none:
     `unread_estimate`, the estimated attention on the keys of J that are not read, and `score_margin`, the score of the
     last key chosen over that of the best one that is not. `early` queries foretell those of the step, whose new keys

@@ -197,7 +197,11 @@ def _code_scan_sums_kernel(
                 for w in range(W):
                     where = encode_ptr + ((own * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
                     encode = tl.load(where, mask=d[:, None] < D, other=0.0)
-                    tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=t < coded_stop)
+                    tl.store(
+                        word_ptr + w * capacity + t,
+                        coded(key - mean[None, :], encode, half, shift),
+                        mask=t < coded_stop,
+                    )
         if CHOOSE:
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
             if mode == FAST:

@@ -121,9 +121,9 @@ def attend(
 ):  # fmt: skip
     """Attend to packed rows and a range of recent tokens with the last W tokens' queries, causally.
 
-    A request's packed rows are those of its slot, none of slot -1. `pages` and `segment` are of `compiled.pages_of`; `kind` says which of their rows count. Packed are positions in the
-    pages, or if `S` is not 0 rows of a segment of S rows a head. No cap is 0, no sink and no pseudo token an empty
-    array; logits of the last token's queries are written where there is room.
+    `pages` and `segment` are of `compiled.pages_of`; `kind` says which of their rows count. Packed, by slot, are
+    positions in the pages, or if `S` is not 0 rows of a segment of S rows a head; slot -1 has none. No cap is 0, no
+    sink and no pseudo token an empty array; logits of the last token's queries are written where there is room.
     """
     B, H, W, G, D = query_BHWGD.shape
     Q, longest = W * G, 0

@@ -1,4 +1,4 @@
-"""The decoding rows of vLLM's batch as the rows of one call a layer, in buffers at fixed addresses, as CUDA graphs need.
+"""The decoding rows of vLLM's batch as the rows of one call a layer, in buffers at fixed addresses, as graphs need.
 
 A row finds what is kept of it by the descriptor's SLOT, its blocks in vLLM's own table. One without a slot reads
 everything. In a graph there is room for the evidence of `EVIDENCE` rows, more than a step asks for; once the model has
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from sfi_core.engine import select
 from sfi_core.engine.attend import end_prompts
@@ -91,9 +92,7 @@ class RowLaunch:
 
     def describe(self, requests: Sequence[StepRequest], slots: Sequence[int], *, alone: bool) -> None:
         """Describe the rows of the pass that begins, padding included; `slots` are those whose queries are kept."""
-        if alone:
-            self.prepare(len(requests))
-        self._now = self._described(requests, slots, self._alone[len(requests)] if alone else None)
+        self._now = self._described(requests, slots, self._alone.get(len(requests)) if alone else None)
         if alone:
             self._alone[len(requests)] = self._now
 
@@ -137,23 +136,19 @@ class RowLaunch:
         segment = run.segments.get(index) or next(iter(run.segments.values()))
         packed, pages = (segment.key_BHSD, segment.value_BHSE), layer.pages.tensors[:2]
         by = fastest(layer.backend, run.device, *pages, *(() if layer.chooses else packed))
-        into = self.evidence.get(index)
         result = decode_attention.on(by)(
-            query_RHG1D, *packed, segment.length_BH, *pages, table_RP, step, **layer.options, into=into,
-            evidence=into is not None if self.on_gpu else run.policy.refreshes() and not layer.left_dense,
+            query_RHG1D, *packed, segment.length_BH, *pages, table_RP, step, **layer.options,
+            evidence=run.policy.refreshes() and not layer.left_dense, into=self.evidence.get(index),
             out=out_RHGE.unsqueeze(3), pseudo=pseudo, position_BHS=segment.position_BHS if layer.chooses else None,
         )  # fmt: skip
         self.queries[index].index_copy_(0, described.slot_R, query_RHGD)
         if self.outs:
             self.outs[index].index_copy_(0, described.slot_R, out_RHGE)
-        if not self.on_gpu and result.logits_BHGWT is not None:
-            self._hand_over(layer, [described.slots[row] for row in step.slow], result.logits_BHGWT)
-
-    def _hand_over(self, layer: Layer, slots: Sequence[int], logits_RHG1T: torch.Tensor) -> None:
         # request by request, as PyTorch's backend selects
-        for place, slot in enumerate(slots):
-            logits = logits_RHG1T[place : place + 1, ..., : self.run.requests[slot].length]
-            select.hand_over(layer, (slot,), self._query(layer.index, slot), select.Handed(layer, logits))
+        for place, row in enumerate(step.slow if result.logits_BHGWT is not None and not self.on_gpu else ()):
+            slot = described.slots[row]
+            logits = result.logits_BHGWT[place : place + 1, ..., : run.requests[slot].length]
+            select.hand_over(layer, (slot,), self._query(index, slot), select.Handed(layer, logits))
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Select anew for slow requests from the evidence that a graph has left, in the order of their rows."""
@@ -171,27 +166,22 @@ class RowLaunch:
     def finish(self) -> None:
         """Tell the observer what the layers have chosen, and show the watchers what they have seen."""
         run = self.run
-        for index in sorted(run.segments) if run.policy.chooses and SelectionEvent in run.observer.wants else ():
-            self._tell_choice(index)
+        if run.policy.chooses and SelectionEvent in run.observer.wants and run.batch_pass.fast:
+            self._tell_choices(run.batch_pass.fast)
         for index in sorted(self.outs):
             layer = Layer(run, index, **run.options[index])
             run.tell(layer, self.queries[index][:-1].unsqueeze(3), self.outs[index][:-1].unsqueeze(3))
 
-    def _tell_choice(self, index: int) -> None:
-        # the segment has the chosen positions behind the sinks
-        run, described = self.run, self._now
+    def _tell_choices(self, slots: Sequence[int]) -> None:
+        # the segments have the chosen positions behind the sinks
+        run, described, config = self.run, self._now, self.run.policy.config
         assert described is not None, "the pass has been described"
-        places = {slot: place for place, slot in enumerate(run.batch_pass.fast)}
-        positions = [self._chosen(index, slot) for slot in places]
-        rows = [described.slots.index(slot) for slot in places]
-        diagnostics = {name: value[rows] for name, value in self._diagnostics[index].items()}
-        if places:
-            select.note(run, (index,), places, Selection(torch.stack(positions), diagnostics))
-
-    def _chosen(self, index: int, slot: int) -> torch.Tensor:
-        first, config = self.run.requests[slot].sink(self.run.policy.config.sink), self.run.policy.config
-        positions = self.run.segments[index].position_BHS[slot, :, first:].clone()
-        return torch.nn.functional.pad(positions, (0, config.budget), value=-1)[:, : config.budget]
+        rows, places = [described.slots.index(slot) for slot in slots], {slot: at for at, slot in enumerate(slots)}
+        for index, segment in sorted(run.segments.items()):
+            chosen = [segment.position_BHS[slot, :, run.requests[slot].sink(config.sink) :] for slot in slots]
+            index_BHK = torch.stack([pad(one, (0, config.budget), value=-1)[:, : config.budget] for one in chosen])
+            diagnostics = {name: value[rows] for name, value in self._diagnostics[index].items()}
+            select.note(run, (index,), places, Selection(index_BHK, diagnostics))
 
     def end_prompt(self, run: Run, slot: int) -> None:
         """Do for a prompt's piece of a single token, of a `run` of its own, what is done for longer ones."""

@@ -173,9 +173,7 @@ class WorkerEngine:
         if entry.decode and entry.slot != NO_SLOT:
             return replace(self.launch.known.known[entry.slot], slot=entry.slot, wanted=entry.selects)
         length = entry.length
-        return StepRequest(
-            mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False
-        )
+        return StepRequest(mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False)
 
     def attend(self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any) -> None:
         """Attend with the pass's decoding rows, and select for prompts; queries by KV head, `options` of `Layer`.
