@@ -45,7 +45,8 @@ def sparse_attention(
         check_readable(packed_key_BHSD, packed_value_BHSE)
         segment, S = pages_of(packed_key_BHSD, packed_value_BHSE), packed_key_BHSD.shape[2]
         position_BHS = packed_length_BH.new_empty(*packed_length_BH.shape, 0)
-    rows = torch.arange(len(length_B)), position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
+    tensors = position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
+    rows = np.arange(len(length_B)), *(part.numpy() for part in tensors)
     tokens = max(S, position_BHS.shape[2])  # and recent ones, which are fewer
     out_BH1GE = _attend(
         query_BHGD[:, :, None], key_PHND, value_PHNE, rows, tokens, scale, soft_cap, sink_HG,
@@ -79,15 +80,16 @@ def _dense(
     logits_BHGT: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     dense.check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
-    H, nothing = query_BHGWD.shape[1], torch.zeros_like(length_B)
-    rows = nothing.long() - 1, nothing.new_empty(1, H, 0), nothing.new_zeros(1, H), block_table_BP, nothing, length_B
+    B, H = query_BHGWD.shape[:2]
+    unpacked = np.full(B, -1), np.empty((1, H, 0), np.int32), np.zeros((1, H), np.int32)
+    rows = *unpacked, block_table_BP.numpy(), np.zeros(B, np.int32), length_B.numpy()
     query_BHWGD, tokens = query_BHGWD.transpose(2, 3), int(length_B.max())
     out_BHWGE = _attend(query_BHWGD, key_PHND, value_PHNE, rows, tokens, scale, soft_cap, sink_HG, logits_BHGT)
     return out_BHWGE.transpose(2, 3)
 
 
 def _attend(
-    query_BHWGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, rows: tuple[torch.Tensor, ...],
+    query_BHWGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, rows: tuple[Any, ...],
     tokens: int, scale: float, soft_cap: float | None, sink_HG: torch.Tensor | None, logits_BHGT: torch.Tensor,
     segment: tuple[Any, ...] = NO_PAGES, S: int = 0, pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -97,7 +99,7 @@ def _attend(
     out_BHWGE, nothing_BHX = torch.empty(B, H, W, G, value_PHNE.shape[3]), np.empty((0, 0, 0), F)
     arguments = (
         plain(query_BHWGD), pages_of(key_PHND, value_PHNE), segment, KINDS[key_PHND.dtype], key_PHND.shape[2], S,
-        *(part.numpy() for part in rows), F(scale), F(soft_cap or 0),
+        *rows, F(scale), F(soft_cap or 0),
         np.empty((0, 0), F) if sink_HG is None else plain(sink_HG),
         *([nothing_BHX] * 2 if pseudo is None else map(plain, pseudo)), out_BHWGE.numpy(), logits_BHGT.numpy(),
     )  # fmt: skip
@@ -118,10 +120,10 @@ def decode_attention(
           block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring, out)  # fmt: skip
     if query_BHGWD.shape[3] != 1 or (into, dense_BH, ring) != (None, None, None):
         raise ValueError("numba attends with one query of a request, and takes no into, dense heads or ring")
-    shape, words, logits = (*query_BHGWD.shape[:4], value_PHNE.shape[3]), descriptor.table_BX.tolist(), None
+    shape, words, logits = (*query_BHGWD.shape[:4], value_PHNE.shape[3]), descriptor.table_BX.numpy(), None
     out = query_BHGWD.new_zeros(shape) if out is None else out.zero_()
     wanted = descriptor.slow if evidence else ()
-    others = [row for row, numbers in enumerate(words) if numbers[MODE] == SLOW and row not in wanted]
+    others = [row for row, mode in enumerate(words[:, MODE].tolist()) if mode == SLOW and row not in wanted]
     segment, S = NO_PAGES, 0
     if position_BHS is None:
         segment, S = pages_of(packed_key_BHSD, packed_value_BHSE), packed_key_BHSD.shape[2]
@@ -129,18 +131,18 @@ def decode_attention(
     for rows in filter(None, (descriptor.fast, wanted, others)):
         fast, evidence_RHGT = rows is descriptor.fast, torch.empty(0, 0, 0, 0)
         which = slice(None) if len(rows) == len(words) else [*rows]
-        start_R, length_R = (
-            torch.tensor([words[r][word] for r in rows], dtype=torch.int32) for word in (START, LENGTH)
-        )
-        slot_R = torch.tensor([words[row][SLOT] if fast else -1 for row in rows])
+        start_R, length_R = words[which, START].copy(), words[which, LENGTH].copy()
+        slot_R = words[which, SLOT].astype(np.int64) if fast else np.full(len(rows), -1)
+        tokens = max(S, position_BHS.shape[2]) if fast else int(length_R.max())
         if rows is wanted:
-            evidence_RHGT = torch.full((len(rows), *shape[1:3], int(length_R.max())), -torch.inf)
+            evidence_RHGT = torch.full((len(rows), *shape[1:3], tokens), -torch.inf)
             logits = evidence_RHGT[:, :, :, None]
-        numbers = slot_R, position_BHS, packed_length_BH, block_table_BP[which], start_R, length_R
+        packed = slot_R, position_BHS.numpy(), packed_length_BH.numpy()
         out[which] = _attend(
-            query_BHGWD[which].transpose(2, 3), key_PHND, value_PHNE, numbers,
-            max(S, position_BHS.shape[2]) if fast else int(length_R.max()), scale, soft_cap, sink_HG, evidence_RHGT,
-            segment, S, PseudoToken(*(part[which] for part in pseudo)) if fast and pseudo is not None else None,
+            query_BHGWD[which].transpose(2, 3), key_PHND, value_PHNE,
+            (*packed, block_table_BP.numpy()[which], start_R, length_R), tokens, scale, soft_cap, sink_HG,
+            evidence_RHGT, segment, S,
+            PseudoToken(*(part[which] for part in pseudo)) if fast and pseudo is not None else None,
         ).transpose(2, 3)  # fmt: skip
     return DecodeAttention(out, logits)
 
@@ -168,9 +170,10 @@ def code_tokens(
     table_BX = descriptor.table_BX.clone()
     table_BX[:, MODE].masked_fill_(table_BX[:, MODE] == FAST, SLOW)  # so that nothing is chosen
     nothing_BH, nothing_BHX = torch.empty(B, H, dtype=torch.int32), torch.empty(B, H, 0, dtype=torch.int32)
+    empty_BHE = codes.sum_BHE[..., :0]
     _scan(
         torch.empty(B, H, 0, key_PHND.shape[3]), key_PHND, key_PHND, block_table_BP, table_BX, codes,
-        nothing_BHX, nothing_BH, nothing_BHX, *[codes.sum_BHE[..., :0]] * 3, 1.0, 0.0,
+        nothing_BHX, nothing_BH, nothing_BHX, empty_BHE, empty_BHE, empty_BHE, 1.0, 0.0,
     )  # fmt: skip
 
 
@@ -191,7 +194,7 @@ def code_scan(
         scanning.keep_queries(query_BHGD, descriptor, codes)
     index_BHK = torch.full((B, H, budget), -1, dtype=torch.int32)
     pseudo = PseudoToken(torch.full((B, H, G), -torch.inf), torch.zeros(B, H, codes.sum_BHE.shape[2]))
-    unread_BHC = torch.tensor([0.0, torch.nan] if diagnoses else []).repeat(B, H, 1)
+    unread_BHC = torch.tensor([0.0, torch.nan]).repeat(B, H, 1) if diagnoses else torch.empty(B, H, 0)
     _scan(
         query_BHGD, key_PHND, value_PHNE, block_table_BP, table_BX, codes, position_BHS, length_BH, index_BHK,
         *pseudo, unread_BHC, scale, rest,

@@ -144,11 +144,14 @@ class RowLaunch:
         self.queries[index].index_copy_(0, described.slot_R, query_RHGD)
         if self.outs:
             self.outs[index].index_copy_(0, described.slot_R, out_RHGE)
-        # request by request, as PyTorch's backend selects
-        for place, row in enumerate(step.slow if result.logits_BHGWT is not None and not self.on_gpu else ()):
+        if self.on_gpu or result.logits_BHGWT is None:
+            return
+        for row, logits_HG1T in zip(
+            step.slow, result.logits_BHGWT, strict=True
+        ):  # PyTorch's backend selects one by one
             slot = described.slots[row]
-            logits = result.logits_BHGWT[place : place + 1, ..., : run.requests[slot].length]
-            select.hand_over(layer, (slot,), self._query(index, slot), select.Handed(layer, logits))
+            handed = select.Handed(layer, logits_HG1T[None, ..., : run.requests[slot].length])
+            select.hand_over(layer, (slot,), self._query(index, slot), handed)
 
     def refresh(self, slots: Sequence[int]) -> None:
         """Select anew for slow requests from the evidence that a graph has left, in the order of their rows."""
