@@ -1,9 +1,9 @@
 """Sfi in front of vLLM's attention backends for CPUs and GPUs.
 
-The cache is vLLM's, `[blocks, KV heads, tokens, K|V]`. vLLM's kernels write keys and values, and attend with prompts
-and with requests without a slot; sfi's attend with the decoding rows that have one, over the same blocks. On a CPU
-`cpu` stands for vLLM's kernels; vLLM's platform always takes its own backend, so ours replaces that; without our
-connector it is vLLM's, unchanged. On a GPU vLLM's flags choose ours, see `attention_flags`; it has not run on one.
+The cache is vLLM's, `[blocks, KV heads, tokens, K|V]`. vLLM's kernels write keys and values, and attend with prompts;
+sfi's attend with the decoding rows, over the same blocks. On a CPU `cpu` stands for vLLM's kernels; vLLM's platform
+always takes its own backend, so ours replaces that; without our connector it is vLLM's, unchanged. On a GPU vLLM's
+flags choose ours, see `attention_flags`; it has not run on one.
 """
 
 import copy
@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.cpu import RowImpl
 from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
-from sfi_core.hosts.vllm.names import decodes_in_graphs, give_room, is_configured, is_full, layer_index
+from sfi_core.hosts.vllm.names import give_room, is_configured, is_full, layer_index
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
@@ -75,8 +75,7 @@ class PagedBuilder(Mixin):
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """Let graphs hold decoding rows; vLLM's kernels for prompts stay outside."""
         if is_configured(vllm_config) and is_full(kv_cache_spec):
-            held = decodes_in_graphs(vllm_config)
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if held else AttentionCGSupport.NEVER
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
@@ -193,28 +192,23 @@ class PagedImpl(Mixin):
         """Attend with the batch's queries, [tokens, heads, D]."""
         engine, attend = self.engine, super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        H, index = self.num_kv_heads, layer_index(layer.layer_name)
-        if engine is not None and batch is not None and batch.alone:
-            # a dummy pass does what a graph that is recorded in one does: no row has work
-            rows = slice(0, batch.alone)
-            query_RHGD, out_RHGE = (x[rows].view(batch.alone, H, -1, x.shape[-1]) for x in (query, output))
-            table_RP = batch.common.block_table_tensor
-            engine.launch.attend(index, query_RHGD, out_RHGE, table_RP, alone=True, **self._options(H))
-            return output
-        if engine is None or engine.entered is None or batch is None:
+        if engine is None or batch is None or not (batch.alone or engine.entered):
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
-        metadata, tokens = batch.rest or (attn_metadata, slice(None))
-        operands = query[tokens], key[tokens], value[tokens]
-        attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
-        count = sum(entry.count for _, entry in engine.entered.rows)
-        query_XHGD, out_XHGE = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
-        engine.attend(index, query_XHGD, out_XHGE, **self._options(H))
+        H, count = self.num_kv_heads, batch.alone
+        if not count:
+            metadata, tokens = batch.rest or (attn_metadata, slice(None))
+            operands = query[tokens], key[tokens], value[tokens]
+            attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
+            count = sum(entry.count for _, entry in engine.entered.rows)
+        rows = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
+        # a dummy pass does what a graph that is recorded in one does: no row has work
+        engine.attend(
+            layer_index(layer.layer_name), *rows, batch.common.block_table_tensor, alone=batch.alone > 0,
+            scale=self.scale, soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )  # fmt: skip
         return output
-
-    def _options(self, heads: int) -> dict[str, Any]:
-        sink_HG = None if self.sinks is None else self.sinks.view(heads, -1)
-        return {"scale": self.scale, "soft_cap": self.logits_soft_cap or None, "sink_HG": sink_HG}
 
 
 class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):

@@ -154,7 +154,7 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 slots=self.slots,
                 block=self.block,
                 layers=len(self.layers),
-                evidence=EVIDENCE if names.decodes_in_graphs(vllm_config) else None,
+                evidence=EVIDENCE if names.evidence_of(vllm_config, self.settings, 1) else None,
                 observer=self.observer,
                 audit=self.settings.audit,
             )

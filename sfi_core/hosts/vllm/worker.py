@@ -97,12 +97,11 @@ class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
     `rows` are the batch's: each row's first token in the batch, and its entry. The first `launched` ones, of a token
-    each, are those of the launch; vLLM's own attention computes the others. `table_RP` are vLLM's blocks.
+    each, are those of the launch; vLLM's own attention computes the others.
     """
 
     rows: Sequence[tuple[int, Entry]]
     launched: int
-    table_RP: torch.Tensor
 
 
 class WorkerEngine:
@@ -159,7 +158,7 @@ class WorkerEngine:
             entries, more = [entry for _, entry in rows[:launched]], max(0, padded - launched)
             requests = [*map(self._request, entries), *[PADDING] * more]
             self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more], alone=padded > 0)
-        self.entered = MatchedPass(rows, launched, table_RP)
+        self.entered = MatchedPass(rows, launched)
         return self.entered
 
     def _copy_table(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor) -> None:
@@ -175,17 +174,18 @@ class WorkerEngine:
         length = entry.length
         return StepRequest(mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False)
 
-    def attend(self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any) -> None:
-        """Attend with the pass's decoding rows, and select for prompts; queries by KV head, `options` of `Layer`.
+    def attend(
+        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, *, alone: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Attend with the pass's decoding rows, and select for prompts, whose outputs are already set.
 
-        The outputs of the other rows are already set.
+        Queries by KV head, `options` of `Layer`; `alone` are rows of a token each, which a graph may hold.
         """
-        entered = self.entered
-        assert entered is not None, "the pass has been entered"
-        if count := entered.launched:
-            operands = query_XHGD[:count], out_XHGE[:count], entered.table_RP
-            self.launch.attend(layer, *operands, alone=False, **options)
-        for first, entry in entered.rows[count:]:
+        entered = None if alone else self.entered
+        if count := len(query_XHGD) if entered is None else entered.launched:
+            self.launch.attend(layer, query_XHGD[:count], out_XHGE[:count], table_RP, alone=alone, **options)
+        for first, entry in () if entered is None else entered.rows[count:]:
             if entry.slot != NO_SLOT:
                 tokens = slice(first, first + entry.count)
                 query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))

@@ -20,7 +20,6 @@ SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, d
 LAYERS, SLOTS, LONGEST = 3, 5, 1000
 SFI = untriggered("sfi", CONFIG)
 ROWS = packed_rows(SFI, LONGEST)
-NONE = torch.empty(0, dtype=torch.int64)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
@@ -129,7 +128,7 @@ def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own() -> None:
     rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
     table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
     common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
-    rest = rest_of(common, MatchedPass(rows, 1, NONE), lambda made: made)
+    rest = rest_of(common, MatchedPass(rows, 1), lambda made: made)
     assert rest is not None
     made, tokens = rest
     assert made.query_start_loc.tolist() == [0, 3, 8]
@@ -139,7 +138,7 @@ def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own() -> None:
     assert (made.max_query_len, made.max_seq_len) == (5, 33)
     assert tokens == slice(1, 9)
     for launched in (0, 3):
-        assert rest_of(None, MatchedPass(rows, launched, NONE), lambda made: made) is None
+        assert rest_of(None, MatchedPass(rows, launched), lambda made: made) is None
 
 
 def test_codescans_slots_hold_codes_and_no_rows() -> None:

@@ -114,7 +114,7 @@ class Server:
             out = torch.full((first, H, G, D), torch.nan, device=self.device)
             for place in range(one.launched, len(rows)):
                 self._attend(layer, *rows[place], self.table[place], query, out)
-            self.engine.attend(layer, query.view(first, H, G, D), out, **OPTIONS)
+            self.engine.attend(layer, query.view(first, H, G, D), out, self.table, alone=False, **OPTIONS)
             outs.append(out)
         self.engine.leave()
         return torch.stack(outs).cpu()
@@ -123,7 +123,7 @@ class Server:
         # the layers of a pass as a graph has them
         for layer in range(LAYERS):
             query, out = (operand[layer] for operand in self.operands)
-            self.engine.launch.attend(layer, query, out, self.table, alone=True, **OPTIONS)
+            self.engine.attend(layer, query, out, self.table, alone=True, **OPTIONS)
 
     def _write(self, layer: int, rows: list[tuple[int, Entry]], *new: torch.Tensor) -> None:
         # as vLLM's `reshape_and_cache_flash` is documented: slot = block * tokens of a block + token
