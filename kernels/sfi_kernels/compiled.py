@@ -5,6 +5,7 @@ numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -55,7 +56,7 @@ def clock() -> float:
     return (time.perf_counter() if since is None else since) - before
 
 
-class _Failure:
+class Failure:
     """What came of the first function that numba could not compile, "" without one."""
 
     why = ""
@@ -63,7 +64,7 @@ class _Failure:
 
 def why_not() -> str:
     """Return why numba compiles nothing in this process, "" if it does."""
-    return _Failure.why or missing()
+    return Failure.why or missing()
 
 
 @cache
@@ -101,9 +102,10 @@ def entry(function: Callable[..., None]) -> Any:
         try:
             return compile_it(signature)
         except Exception as error:
-            if not _Failure.why:
-                _Failure.why = f"numba does not compile: {' '.join(str(error).split())[:200] or type(error).__name__}"
-                logger.warning("sfi goes on in PyTorch's operators, slower than compiled loops: %s", _Failure.why)
+            if not Failure.why:
+                told = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # colors
+                Failure.why = f"numba does not compile: {' '.join(told.split())[:200] or type(error).__name__}"
+                logger.warning("sfi goes on in PyTorch's operators, slower than compiled loops: %s", Failure.why)
             raise
 
     compiled.compile = compile_or_say

@@ -7,7 +7,7 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 import torch
 
-from sfi_kernels.compiled import why_not
+from sfi_kernels.compiled import Failure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ class Op(Generic[P, R]):
         try:
             return self.numba(*args, **kwargs)
         except Exception:
-            if not why_not():
+            if not Failure.why:
                 raise
         return self.reference(*args, **kwargs)
 

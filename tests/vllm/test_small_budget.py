@@ -69,13 +69,13 @@ def cannot(*numbers: Any) -> None:
 def test_where_numba_does_not_compile_the_engine_goes_on_and_the_log_says_so(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr(compiled._Failure, "why", "")  # noqa: SLF001
+    monkeypatch.setattr(compiled.Failure, "why", "")
     for loop in ("attention.attend", "selection.select"):
         monkeypatch.setattr(f"sfi_kernels.loops.{loop}", compiled.entry(cannot))
     prompts = [engines.example_ids()[:640], engines.example_ids()[40:90]]
     found = engines.ask(llm, prompts)
     assert caplog.text.count("numba does not compile") == 1
-    compiled._Failure.why = "not asked for"  # noqa: SLF001
+    compiled.Failure.why = "not asked for"
     engines.assert_same(found, engines.reference(prompts, 40, engines.SELECTS))
 
 
