@@ -7,7 +7,7 @@ run, outside the graph, all layers select from it together. On a CPU a layer sel
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from sfi_core.engine import select
 from sfi_core.engine.attend import end_prompts
-from sfi_core.engine.batch_pass import Descriptors, Requests
+from sfi_core.engine.batch_pass import Descriptors
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
@@ -35,17 +35,11 @@ def evidence_numbers(query_heads: int, longest: int) -> int:
     return EVIDENCE * query_heads * (longest + 1)
 
 
-@dataclass(slots=True)
-class KnownRequests(Descriptors):
-    """Describes a pass by slot, for selections, and keeps what the host knows of it: attention has other rows."""
+class SlotDescriptors(Descriptors):
+    """Describes a pass by slot, for selections, without work items: attention has other rows."""
 
-    known: list[StepRequest] = field(default_factory=list)
-
-    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """See `Descriptors`."""
-        self.known = known.requests
-        step = describe_step(known.requests, 0, self.device)
-        return step, step
+    def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
+        return describe_step(requests, 0, self.device)
 
 
 class Described(NamedTuple):
@@ -71,7 +65,7 @@ class RowLaunch:
     def __init__(self, run: Run, evidence: dict[int, torch.Tensor]) -> None:
         """Launch for a run whose rows are slots, and whose layers and groups of heads are known."""
         self.run, self.evidence, self.on_gpu = run, evidence, run.store.backend == "triton"
-        self.known = run.descriptors = KnownRequests(run.store, run.device)
+        run.descriptors = SlotDescriptors(run.store, run.device)
         run.describe([RequestPass()] * run.store.batch, [0] * run.store.batch)  # a graph is recorded before any pass
         self._alone: dict[int, Described] = {}
         self._now: Described | None = None  # of the pass under way
@@ -185,6 +179,12 @@ class RowLaunch:
             index_BHK = torch.stack([pad(one, (0, config.budget), value=-1)[:, : config.budget] for one in chosen])
             diagnostics = {name: value[rows] for name, value in self._diagnostics[index].items()}
             select.note(run, (index,), places, Selection(index_BHK, diagnostics))
+
+    def rest(self) -> None:
+        """Let the rows idle, so that a dummy pass of as many changes nothing that is kept, or selects."""
+        rows = len(self._now.slots) if self._now is not None else 0
+        if rows in self._alone and (self.run.kept or not self.on_gpu):
+            self._alone[rows] = self._described([PADDING] * rows, [NO_SLOT] * rows, self._alone[rows])
 
     def end_prompt(self, run: Run, slot: int) -> None:
         """Do for a prompt's piece of a single token, of a `run` of its own, what is done for longer ones."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from sfi_core.engine.attend import end_prompts, prepare_layers
+from sfi_core.engine.batch_pass import known_requests
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
@@ -170,7 +171,8 @@ class WorkerEngine:
     def _request(self, entry: Entry) -> StepRequest:
         # a row of the launch: as its slot's state says, or dense, a prompt's token too
         if entry.decode and entry.slot != NO_SLOT:
-            return replace(self.launch.known.known[entry.slot], slot=entry.slot, wanted=entry.selects)
+            (known,), _ = known_requests([entry.request_pass], [self.run.requests[entry.slot]], self.run.policy)
+            return replace(known, slot=entry.slot, wanted=entry.selects)
         length = entry.length
         return StepRequest(mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False)
 
@@ -206,6 +208,7 @@ class WorkerEngine:
             if not entry.decode:
                 self.launch.end_prompt(self._reading[entry.slot], entry.slot)
         self.store.note_norms()
+        self.launch.rest()
         for entry in slotted:
             if not entry.decode:
                 self._reading[entry.slot].end_pass()

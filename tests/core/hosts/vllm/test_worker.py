@@ -200,6 +200,21 @@ def test_replayed_decoding_rows_equal_request_by_request(monkeypatch: pytest.Mon
     assert (recorder.tapes, recorder.plays) == (1, 6)
 
 
+def test_a_dummy_pass_changes_nothing() -> None:
+    """As many rows as the pass before had, one of which selected anew; nobody has planned it."""
+    server = Server("torch", strided=True)
+    request = Request(0, 0, [3, 9, 4, 11, 7, 1])
+    server.step((request, request.entry(prompt(70), opens=True)))
+    server.step((request, request.entry(SLOW_STEP)))
+    before = [segment.position_BHS.clone() for segment in server.engine.run.segments.values()]
+    server.operands[0].normal_()
+    server.engine.attend(0, *(operand[0] for operand in server.operands), server.table, alone=True, **OPTIONS)
+    server.engine.run.end_pass()
+    assert not server.operands[1][0].any()
+    after = [segment.position_BHS for segment in server.engine.run.segments.values()]
+    assert all(map(torch.equal, before, after))
+
+
 def test_fast_steps_read_a_part() -> None:
     server = Server("torch", strided=True)
     request = Request(0, 0, [3, 9, 4, 11, 7, 1])
