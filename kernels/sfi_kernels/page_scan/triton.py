@@ -24,6 +24,7 @@ FAST, QUERIES, SLOT = (tl.constexpr(word) for word in (words.FAST, words.QUERIES
 TOKENS = tl.constexpr(16)  # whose extremes are taken at once
 CHUNK, WIDE = 64, 256  # pages that a program scores, half as many of summaries of more bytes than `WIDE`
 TILE = 1024  # pages that a program compares at once
+REGISTERS = 128  # of a thread that chooses; left alone, the compiler takes 64 and spills
 HEADS = 16  # query heads of a product's tile, at least
 JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
 LOWEST = tl.constexpr(-(2**31))  # below the key of every score
@@ -190,11 +191,12 @@ def _page_choose_kernel(
     if tl.load(row + MODE) != FAST:
         return
     slot = tl.load(row + SLOT).to(tl.int64)
+    own = slot * H + h
     score_ptr += pair * P
     index_ptr += pair * budget
-    position_ptr += (slot * H + h) * S
+    position_ptr += own * S
     K = tl.minimum(tl.maximum(stop - first, 0), budget)
-    tl.store(length_ptr + slot * H + h, first + K)
+    tl.store(length_ptr + own, first + K)
     for begin in range(0, first, TILE):
         s = begin + tl.arange(0, TILE)
         tl.store(position_ptr + s, s, mask=s < first)
@@ -267,7 +269,7 @@ def page_scan(
         _page_choose_kernel, (B * H,), query, descriptor.table_BX, score, logit, lse, index_BHK, position_BHS,
         length_BH, *(last or (query, index_BHK)), ahead_BHK, cosine_BH, corrected_BH.view(torch.uint8), P, chunks,
         budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE,
-        AHEAD=last is not None, num_warps=8, **common,
+        AHEAD=last is not None, num_warps=8, max_registers=REGISTERS, **common,
     )  # fmt: skip
     if last is None:
         return Choice(index_BHK)

@@ -192,20 +192,20 @@ class PagedImpl(Mixin):
         """Attend with the batch's queries, [tokens, heads, D]."""
         engine, attend = self.engine, super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        if engine is None or batch is None or not (batch.alone or engine.entered):
+        if engine is None or batch is None or (engine.entered is None and not batch.alone):
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
         H, count = self.num_kv_heads, batch.alone
-        if not count:
+        if engine.entered is not None and not count:
             metadata, tokens = batch.rest or (attn_metadata, slice(None))
             operands = query[tokens], key[tokens], value[tokens]
             attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
             count = sum(entry.count for _, entry in engine.entered.rows)
-        rows = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
+        query_XHGD, out_XHGE = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
         # a dummy pass does what a graph that is recorded in one does: no row has work
         engine.attend(
-            layer_index(layer.layer_name), *rows, batch.common.block_table_tensor, alone=batch.alone > 0,
-            scale=self.scale, soft_cap=self.logits_soft_cap or None,
+            layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
+            alone=batch.alone > 0, scale=self.scale, soft_cap=self.logits_soft_cap or None,
             sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
         )  # fmt: skip
         return output
