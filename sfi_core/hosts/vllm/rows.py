@@ -140,9 +140,8 @@ class RowLaunch:
             self.outs[index].index_copy_(0, described.slot_R, out_RHGE)
         if self.on_gpu or result.logits_BHGWT is None:
             return
-        for row, logits_HG1T in zip(
-            step.slow, result.logits_BHGWT, strict=True
-        ):  # PyTorch's backend selects one by one
+        # PyTorch's backend selects for one request after the other
+        for row, logits_HG1T in zip(step.slow, result.logits_BHGWT, strict=True):
             slot = described.slots[row]
             handed = select.Handed(layer, logits_HG1T[None, ..., : run.requests[slot].length])
             select.hand_over(layer, (slot,), self._query(index, slot), handed)
