@@ -5,6 +5,11 @@
 Decoding is what several new tokens take beyond one: both runs find the prompt in vLLM's prefix cache. A
 longer context's prompt begins with a shorter one's, so that only the rest is read. Every `STRIDE`-th step of
 sfi is slow: random tokens have no sentences. It has not run on a GPU.
+
+On a CPU, plain vLLM, sfi and codescan in turns, a thread each, over some layers of Qwen3-0.6B's sizes; all prompts are
+read before the first turn of a point:
+
+    python benchmarks/vllm_parts.py turns --model 14 --cache 4 --folder WORK --output RESULTS --seconds 2400
 """
 
 import argparse
@@ -12,6 +17,7 @@ import json
 import os
 import random
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +31,9 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 
 ENGINES = ("vllm", "sfi")
 STRIDE, STEPS, SPARE = 20, 100, 64
+# in turns: of a CPU; sfi's budget is that of the policies, and its recent tokens
+TURNS, TURN_STEPS, TURN_CONTEXTS, TURN_BATCHES = ("vllm", "sfi", "codescan"), 24, (4096, 16384, 32768), (1, 4)
+TURN_SETTINGS = {"budget": 1024, "recent": 128}
 BATCHES, CONTEXTS = (1, 8, 32), (8192, 32768, 131072)
 EQUAL = (3, 17, 64, 500, 1900)  # prompts of the equality part, ragged
 TIE = 0.25  # nats: two tokens this close may change places when kernels round differently
@@ -34,13 +43,14 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run a part; return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = [f"{kind}-{engine}" for kind in ("equality", "speed") for engine in ENGINES]
-    parser.add_argument("part", choices=["versions", *kinds, "table"])
-    parser.add_argument("--model", required=True, help="empty for the bundled checkpoint")
+    parser.add_argument("part", choices=["versions", *kinds, "table", "turns", *(f"turn-{engine}" for engine in TURNS)])
+    parser.add_argument("--model", required=True, help="empty for the bundled checkpoint; of turns, how many layers")
     parser.add_argument("--folder", type=Path, required=True, help="where parts leave their numbers")
     parser.add_argument("--output", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--sfi", default="{}", help="more settings of sfi, as JSON")
+    parser.add_argument("--cache", default="4", help="of turns: GiB of each engine's cache")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, tiny")
     asked = parser.parse_args(words)
     asked.ends = time.monotonic() + asked.seconds
@@ -48,7 +58,11 @@ def main(words: Sequence[str] | None = None) -> int:
         return versions(dry=asked.dry_run)
     if asked.part == "table":
         return table(asked)
+    if asked.part == "turns":
+        return turns(asked)
     kind, engine = asked.part.split("-")
+    if kind == "turn":
+        return turn(asked, engine)
     found = {"equality": equality, "speed": speed}[kind](asked, engine)
     (asked.folder / f"{asked.part}.json").write_text(json.dumps(found))
     return 0
@@ -83,14 +97,14 @@ def make(asked: argparse.Namespace, engine: str, extra: dict[str, Any], **option
     from sfi_core.models.load import BUNDLED  # noqa: PLC0415 - after sys.path
 
     own: dict[str, Any] = {"dtype": "float32", "enforce_eager": True} if asked.dry_run else {}
-    if engine == "sfi":
-        settings = {"trigger_policy": "stride", "stride": STRIDE, **json.loads(asked.sfi), **extra}
+    if engine != "vllm":
+        settings = {"policy": engine, "trigger_policy": "stride", "stride": STRIDE, **json.loads(asked.sfi), **extra}
         own["kv_transfer_config"] = {
             "kv_connector": CONNECTOR,
             "kv_role": "kv_both",
             "kv_connector_extra_config": settings,
         }
-        if not asked.dry_run:
+        if machine_name() != "cpu":
             own["attention_config"] = ATTENTION
     return LLM(
         model=asked.model or str(BUNDLED), load_format=asked.load_format, skip_tokenizer_init=True, **own, **options
@@ -180,6 +194,89 @@ def measure(llm: Any, context: int, batch: int, steps: int) -> dict[str, Any]:
         "read_ratio": sum(ratios) / len(ratios) if ratios else 1.0,
         "seconds": time.perf_counter() - began,
     }
+
+
+def turns(asked: argparse.Namespace) -> int:
+    """Let engines, a process each, read a point's prompts side by side, then decode in turns; write the file."""
+    from sfi_core.measure.bench.architectures import ARCHITECTURES  # noqa: PLC0415 - after sys.path
+
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    config = {**ARCHITECTURES["qwen3-0.6b"], "num_hidden_layers": int(asked.model), "dtype": "bfloat16"}
+    (asked.folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    environment = {
+        **os.environ, "VLLM_CPU_KVCACHE_SPACE": asked.cache, "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    words = ["--model", str(asked.folder), "--folder", str(asked.folder), "--output", str(asked.output)]
+    words += ["--dry-run"] * asked.dry_run
+    engines = {
+        engine: subprocess.Popen(  # noqa: S603 - our own words
+            [sys.executable, __file__, f"turn-{engine}", *words, "--sfi", asked.sfi, "--load-format", "dummy"],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for engine in TURNS
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    for context, batch in points((64, 256) if asked.dry_run else TURN_CONTEXTS, TURN_BATCHES):
+        if time.monotonic() > asked.ends:
+            print(f"{context} x {batch} is left out: no time was left")
+            continue
+        for process in engines.values():
+            send(process, [context, batch, 1])
+        read = [heard(process) for process in engines.values()]
+        if not all(answer["fits"] for answer in read):
+            print(f"{context} x {batch} is left out: the cache does not hold it")
+            continue
+        for number in range(2):
+            for engine, process in engines.items():
+                send(process, [context, batch, 1 + TURN_STEPS])
+                rows.append({"turn": number, "engine": engine, "context": context, "batch": batch, **heard(process)})
+                print(json.dumps(rows[-1]), flush=True)
+    for process in engines.values():
+        process.communicate("")
+    facts = {"layers": int(asked.model), "vllm": installed(), "settings": TURN_SETTINGS | json.loads(asked.sfi)}
+    file = asked.output / f"{datetime.now(UTC):%Y-%m-%d}-cpu-vllm-turns.json"
+    file.write_text(json.dumps({**facts, "stride": STRIDE, "steps": TURN_STEPS, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {file}")
+    return 0
+
+
+def send(process: Any, words: list[int]) -> None:
+    """Ask an engine's process for a context, a batch, and so many tokens of each request."""
+    process.stdin.write(json.dumps(words) + "\n")
+    process.stdin.flush()
+
+
+def heard(process: Any) -> dict[str, Any]:
+    """Return an engine's answer; what else the process prints is passed over."""
+    while not (line := process.stdout.readline()).startswith('{"fits"'):
+        if not line:
+            raise RuntimeError(f"an engine ended with code {process.wait()}")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def turn(asked: argparse.Namespace, engine: str) -> int:
+    """Answer `turns`: decode what each line of the input asks for, less the time of a single token."""
+    room = TURN_CONTEXTS[-1] + TURN_STEPS + SPARE
+    options = {} if asked.dry_run else {"dtype": "bfloat16", "enforce_eager": True}
+    llm = make(asked, engine, TURN_SETTINGS, max_model_len=room, max_num_seqs=TURN_BATCHES[-1], **options)
+    cache = llm.llm_engine.vllm_config.cache_config
+    for line in sys.stdin:
+        context, batch, tokens = json.loads(line)
+        answer: dict[str, Any] = {
+            "fits": batch * (context + TURN_STEPS + SPARE) <= cache.num_gpu_blocks * cache.block_size
+        }
+        prompts = prompts_of(llm, [context] * batch)
+        if answer["fits"]:
+            _, first = generate(llm, prompts, 1 if tokens > 1 else 4)  # some more, so that loops are compiled
+        if answer["fits"] and tokens > 1:
+            done, whole = generate(llm, prompts, tokens)
+            told = (done[0].kv_transfer_params or {}).get("sfi") or {}
+            answer["tokens_per_second"] = round(batch * (tokens - 1) / (whole - first), 3)
+            answer["read_ratio"] = told.get("cache_read_ratio", 1.0)
+        print(json.dumps(answer), flush=True)
+    return 0
 
 
 def table(asked: argparse.Namespace) -> int:

@@ -3,7 +3,9 @@
 numba is an extra (`cpu`). Nothing imports it before an op asks `why_not`.
 """
 
+import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -33,6 +35,7 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `loops` nu
 NO_FLOATS, NO_HALVES = np.empty((0, 0), np.float32), np.empty((0, 0), np.uint16)
 NO_PAGES = NO_FLOATS, NO_FLOATS, NO_HALVES, NO_HALVES, 1
 
+logger = logging.getLogger(__name__)
 _heard: ContextVar[Callable[[], None] | None] = ContextVar("heard", default=None)
 
 
@@ -53,9 +56,20 @@ def clock() -> float:
     return (time.perf_counter() if since is None else since) - before
 
 
-@cache
+class Failure:
+    """What came of the first function that numba could not compile, "" without one."""
+
+    why = ""
+
+
 def why_not() -> str:
     """Return why numba compiles nothing in this process, "" if it does."""
+    return Failure.why or missing()
+
+
+@cache
+def missing() -> str:
+    """Return what numba lacks here, "" if nothing; whether it compiles, the first function shows."""
     try:
         import numba  # noqa: PLC0415 - takes a quarter of a second
         from llvmlite.binding import ffi  # noqa: PLC0415
@@ -75,10 +89,27 @@ def why_not() -> str:
 
 
 def entry(function: Callable[..., None]) -> Any:
-    """Compile a function at its first call, and keep its code on disk where that can be written and read."""
+    """Compile a function at its first call, and keep its code on disk where that can be written and read.
+
+    Where that fails, `why_not` says so from then on, and the log.
+    """
     import numba  # noqa: PLC0415
 
-    return _kept(numba.njit(**OPTIONS)(function), function)
+    compiled = _kept(numba.njit(**OPTIONS)(function), function)
+    compile_it = compiled.compile
+
+    def compile_or_say(signature: Any) -> Any:
+        try:
+            return compile_it(signature)
+        except Exception as error:
+            if not Failure.why:
+                told = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # colors
+                Failure.why = f"numba does not compile: {' '.join(told.split())[:200] or type(error).__name__}"
+                logger.warning("sfi goes on in PyTorch's operators, slower than compiled loops: %s", Failure.why)
+            raise
+
+    compiled.compile = compile_or_say
+    return compiled
 
 
 def by_address(function: Callable[[int], None]) -> Any:

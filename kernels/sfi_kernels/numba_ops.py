@@ -14,6 +14,8 @@ from sfi_kernels.code_scan import reference as scanning
 from sfi_kernels.code_scan.codes import BatchCodes, CodeBasis, words
 from sfi_kernels.compiled import KINDS, NO_PAGES, by_heads, check_readable, pages_of, plain
 from sfi_kernels.constants import MASKED_SCORE
+from sfi_kernels.decode_attention import reference as decoding
+from sfi_kernels.decode_attention.reference import DecodeAttention
 from sfi_kernels.dense_attention import reference as dense
 from sfi_kernels.loops import attention, products, selection
 from sfi_kernels.loops import codes as code_loops
@@ -22,7 +24,7 @@ from sfi_kernels.pack import append
 from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.selector import reference as selecting
 from sfi_kernels.selector.formulas import Gather, factor_everywhere
-from sfi_kernels.step_descriptor import FAST, MODE, QUERIES, SLOW, StepDescriptor
+from sfi_kernels.step_descriptor import FAST, LENGTH, MODE, QUERIES, SLOT, SLOW, START, StepDescriptor
 from sfi_kernels.tables import BLOCK, FEW_OF_BLOCKS, IN, KIND, OUT, PIECE
 
 # microseconds: of a query's number and row in attention, of a key and query, of a logit, of a weight by kind
@@ -43,7 +45,8 @@ def sparse_attention(
         check_readable(packed_key_BHSD, packed_value_BHSE)
         segment, S = pages_of(packed_key_BHSD, packed_value_BHSE), packed_key_BHSD.shape[2]
         position_BHS = packed_length_BH.new_empty(*packed_length_BH.shape, 0)
-    rows = position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
+    tensors = position_BHS, packed_length_BH, block_table_BP, recent_start_B, length_B
+    rows = np.arange(len(length_B)), *(part.numpy() for part in tensors)
     tokens = max(S, position_BHS.shape[2])  # and recent ones, which are fewer
     out_BH1GE = _attend(
         query_BHGD[:, :, None], key_PHND, value_PHNE, rows, tokens, scale, soft_cap, sink_HG,
@@ -78,30 +81,70 @@ def _dense(
 ) -> torch.Tensor:  # fmt: skip
     dense.check(query_BHGWD, key_PHND, block_table_BP, length_B, value_PHNE, sink_HG)
     B, H = query_BHGWD.shape[:2]
-    rows = length_B.new_empty(B, H, 0), length_B.new_zeros(B, H), block_table_BP, torch.zeros_like(length_B), length_B
+    unpacked = np.full(B, -1), np.empty((1, H, 0), np.int32), np.zeros((1, H), np.int32)
+    rows = *unpacked, block_table_BP.numpy(), np.zeros(B, np.int32), length_B.numpy()
     query_BHWGD, tokens = query_BHGWD.transpose(2, 3), int(length_B.max())
     out_BHWGE = _attend(query_BHWGD, key_PHND, value_PHNE, rows, tokens, scale, soft_cap, sink_HG, logits_BHGT)
     return out_BHWGE.transpose(2, 3)
 
 
 def _attend(
-    query_BHWGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, rows: tuple[torch.Tensor, ...],
+    query_BHWGD: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, rows: tuple[Any, ...],
     tokens: int, scale: float, soft_cap: float | None, sink_HG: torch.Tensor | None, logits_BHGT: torch.Tensor,
     segment: tuple[Any, ...] = NO_PAGES, S: int = 0, pseudo: PseudoToken | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    # `rows`: positions of packed tokens, how many count, block table, first recent token, length
+    # `rows`: slot, positions of packed tokens and how many count by slot, block table, first recent token, length
     check_readable(key_PHND, value_PHNE)
     B, H, W, G, _ = query_BHWGD.shape
     out_BHWGE, nothing_BHX = torch.empty(B, H, W, G, value_PHNE.shape[3]), np.empty((0, 0, 0), F)
     arguments = (
         plain(query_BHWGD), pages_of(key_PHND, value_PHNE), segment, KINDS[key_PHND.dtype], key_PHND.shape[2], S,
-        *(part.numpy() for part in rows), F(scale), F(soft_cap or 0),
+        *rows, F(scale), F(soft_cap or 0),
         np.empty((0, 0), F) if sink_HG is None else plain(sink_HG),
         *([nothing_BHX] * 2 if pseudo is None else map(plain, pseudo)), out_BHWGE.numpy(), logits_BHGT.numpy(),
     )  # fmt: skip
     work = ATTENDED * query_BHWGD.numel() * tokens
     by_heads(lambda begin, end: attention.attend(begin, end, *arguments), H, work)
     return out_BHWGE.to(query_BHWGD.dtype)
+
+
+def decode_attention(
+    query_BHGWD: torch.Tensor, packed_key_BHSD: torch.Tensor, packed_value_BHSE: torch.Tensor,
+    packed_length_BH: torch.Tensor, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, block_table_BP: torch.Tensor,
+    descriptor: StepDescriptor, *, scale: float, soft_cap: float | None = None, sink_HG: torch.Tensor | None = None,
+    evidence: bool = False, into: None = None, out: torch.Tensor | None = None, dense_BH: None = None,
+    pseudo: PseudoToken | None = None, position_BHS: torch.Tensor | None = None, ring: None = None,
+) -> DecodeAttention:  # fmt: skip
+    """See `reference.decode_attention`; a query each, no mixed heads, no ring, and of the evidence the logits alone."""
+    decoding.check(query_BHGWD, packed_key_BHSD, packed_value_BHSE, packed_length_BH, key_PHND, value_PHNE,
+          block_table_BP, descriptor, sink_HG, dense_BH, pseudo, position_BHS, ring, out)  # fmt: skip
+    if query_BHGWD.shape[3] != 1 or (into, dense_BH, ring) != (None, None, None):
+        raise ValueError("numba attends with one query of a request, and takes no into, dense heads or ring")
+    shape, words, logits = (*query_BHGWD.shape[:4], value_PHNE.shape[3]), descriptor.table_BX.numpy(), None
+    out = query_BHGWD.new_zeros(shape) if out is None else out.zero_()
+    wanted = descriptor.slow if evidence else ()
+    others = [row for row, mode in enumerate(words[:, MODE].tolist()) if mode == SLOW and row not in wanted]
+    segment, S = NO_PAGES, 0
+    if position_BHS is None:
+        segment, S = pages_of(packed_key_BHSD, packed_value_BHSE), packed_key_BHSD.shape[2]
+        position_BHS = packed_length_BH.new_empty(*packed_length_BH.shape, 0)
+    for rows in filter(None, (descriptor.fast, wanted, others)):
+        fast, evidence_RHGT = rows is descriptor.fast, torch.empty(0, 0, 0, 0)
+        which = slice(None) if len(rows) == len(words) else [*rows]
+        start_R, length_R = words[which, START].copy(), words[which, LENGTH].copy()
+        slot_R = words[which, SLOT].astype(np.int64) if fast else np.full(len(rows), -1)
+        tokens = max(S, position_BHS.shape[2]) if fast else int(length_R.max())
+        if rows is wanted:
+            evidence_RHGT = torch.full((len(rows), *shape[1:3], tokens), -torch.inf)
+            logits = evidence_RHGT[:, :, :, None]
+        packed = slot_R, position_BHS.numpy(), packed_length_BH.numpy()
+        out[which] = _attend(
+            query_BHGWD[which].transpose(2, 3), key_PHND, value_PHNE,
+            (*packed, block_table_BP.numpy()[which], start_R, length_R), tokens, scale, soft_cap, sink_HG,
+            evidence_RHGT, segment, S,
+            PseudoToken(*(part[which] for part in pseudo)) if fast and pseudo is not None else None,
+        ).transpose(2, 3)  # fmt: skip
+    return DecodeAttention(out, logits)
 
 
 def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
@@ -121,15 +164,16 @@ def code_tokens(
     """See `reference.code_tokens`."""
     scanning.check_codes(key_PHND, block_table_BP, descriptor, codes)
     scanning.append_new(key_PHND, block_table_BP, descriptor, append.reference)
-    B, H = codes.summed_BH.shape
+    B, H = descriptor.batch, codes.summed_BH.shape[1]
     if query_BHGD is not None:
         scanning.keep_queries(query_BHGD, descriptor, codes)
     table_BX = descriptor.table_BX.clone()
     table_BX[:, MODE].masked_fill_(table_BX[:, MODE] == FAST, SLOW)  # so that nothing is chosen
     nothing_BH, nothing_BHX = torch.empty(B, H, dtype=torch.int32), torch.empty(B, H, 0, dtype=torch.int32)
+    empty_BHE = codes.sum_BHE[..., :0]
     _scan(
         torch.empty(B, H, 0, key_PHND.shape[3]), key_PHND, key_PHND, block_table_BP, table_BX, codes,
-        nothing_BHX, nothing_BH, nothing_BHX, codes.sum_BHE[..., :0], codes.sum_BHE, codes.sum_BHE[..., :0], 1.0, 0.0,
+        nothing_BHX, nothing_BH, nothing_BHX, empty_BHE, empty_BHE, empty_BHE, 1.0, 0.0,
     )  # fmt: skip
 
 
@@ -149,8 +193,8 @@ def code_scan(
         scanning.append_new(key_PHND, block_table_BP, descriptor, append.reference)
         scanning.keep_queries(query_BHGD, descriptor, codes)
     index_BHK = torch.full((B, H, budget), -1, dtype=torch.int32)
-    pseudo = PseudoToken(torch.full((B, H, G), -torch.inf), torch.zeros_like(codes.sum_BHE))
-    unread_BHC = torch.tensor([0.0, torch.nan] if diagnoses else []).repeat(B, H, 1)
+    pseudo = PseudoToken(torch.full((B, H, G), -torch.inf), torch.zeros(B, H, codes.sum_BHE.shape[2]))
+    unread_BHC = torch.tensor([0.0, torch.nan]).repeat(B, H, 1) if diagnoses else torch.empty(B, H, 0)
     _scan(
         query_BHGD, key_PHND, value_PHNE, block_table_BP, table_BX, codes, position_BHS, length_BH, index_BHK,
         *pseudo, unread_BHC, scale, rest,

@@ -7,6 +7,8 @@ from typing import Generic, ParamSpec, TypeVar, cast
 
 import torch
 
+from sfi_kernels.compiled import Failure
+
 P = ParamSpec("P")
 R = TypeVar("R")
 IMPLEMENTATIONS = {"torch": "reference", "triton": "triton", "numba": "numba"}  # by backend
@@ -30,8 +32,19 @@ class Op(Generic[P, R]):
         return (self.triton if on_cuda else self.reference)(*args, **kwargs)
 
     def on(self, backend: str) -> Callable[P, R]:
-        """Return the implementation of "torch", "triton" or "numba", whatever the device."""
-        return cast("Callable[P, R]", getattr(self, IMPLEMENTATIONS[backend]))
+        """Return the implementation of "torch", "triton" or "numba", whatever the device.
+
+        Where numba turns out not to compile its loops, the reference computes in their place.
+        """
+        return self._compiled if backend == "numba" else cast("Callable[P, R]", getattr(self, IMPLEMENTATIONS[backend]))
+
+    def _compiled(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return self.numba(*args, **kwargs)
+        except Exception:
+            if not Failure.why:
+                raise
+        return self.reference(*args, **kwargs)
 
     @cached_property
     def triton(self) -> Callable[P, R]:

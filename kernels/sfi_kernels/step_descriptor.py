@@ -38,7 +38,7 @@ ALIGNED = 4  # int32 numbers of 16 bytes
     SPLITS,  # work items
     MIXED,  # 0, or where heads may differ: 1 + the first token of the pages that a sparse head reads
     QUERIES,  # queries of a request that decodes, the last ones of the pass; 0 for another request
-    SLOT,  # row of the packed segments, which may have other rows than the batch
+    SLOT,  # row of the packed segments and of what policies keep, which may have other rows than the batch; -1 for none
 ) = range(13)
 
 
@@ -131,7 +131,7 @@ class StepRequest:
     `length` are the cached tokens, of which `count` are new: a decoding request's queries. `packed` are at least as
     many tokens as any KV head has packed. The sparse heads of a `mixed` request read pages from `sparse_start` on, None
     for `recent_start`: on a slow step their packed segment is still the last one, while J has grown. Its rows are in
-    `slot`, None for the request's row in the batch. Of a slow request the evidence is `wanted` or not.
+    `slot`, None for the request's row in the batch, -1 for none. Of a slow request the evidence is `wanted` or not.
     """
 
     mode: int

@@ -96,8 +96,8 @@ class Layer:
 
     def verify(self, row: int, query_1HGWD: torch.Tensor) -> torch.Tensor:
         """Attend as `dense` does, with the one query of a decoding request, or the few of a verification."""
-        if self.decodes_by(query_1HGWD) == "numba":
-            return dense_attention.numba(query_1HGWD, *self._whole(row), **self.options)
+        if (by := self.decodes_by(query_1HGWD)) == "numba":
+            return dense_attention.on(by)(query_1HGWD, *self._whole(row), **self.options)
         if query_1HGWD.shape[3] == 1 or query_1HGWD.dtype == torch.float32:
             return self.dense(row, query_1HGWD)
         return self.dense_with_logits(row, query_1HGWD)[0]

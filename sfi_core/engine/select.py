@@ -92,13 +92,14 @@ def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -
 
 
 def choose(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int, table_BP: torch.Tensor | None = None
 ) -> tuple[list[Selection], PseudoToken | None]:
     """Let the policy choose what the fast requests read; return what it chose for all rows: the device half.
 
-    `longest` bounds the requests' tokens. A choice for the next step comes second. What was chosen early is joined.
+    `longest` bounds the requests' tokens. Rows that are not the run's have a block table of their own. A choice for the
+    next step comes second. What was chosen early is joined.
     """
-    batch, early = _batch(layer, step, query_BHG1D, longest), layer.run.early.pop(layer.index, None)
+    batch, early = _batch(layer, step, query_BHG1D, longest, table_BP), layer.run.early.pop(layer.index, None)
     if early is None:
         return _choose(layer, batch)
     layer.run.policy.companion.follow(batch)
@@ -137,8 +138,9 @@ def choose_early(layer: Layer, step: StepDescriptor, rows: Rows | None, query: C
 
 
 def _batch(
-    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int, *, early: bool = False
-) -> BatchContext:
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int,
+    table_BP: torch.Tensor | None = None, *, early: bool = False,
+) -> BatchContext:  # fmt: skip
     run, segment = layer.run, layer.run.segment(layer.index)
     late = None if early else run.late.pop(layer.index, None)
     if late is not None:
@@ -150,9 +152,9 @@ def _batch(
     return BatchContext(
         backend=layer.backend, fast=bool(step.fast), wants_diagnostics=SelectionEvent in run.observer.wants,
         query_BHGD=query_BHG1D[:, :, :, 0], key_PHND=near.key_PHND, value_PHNE=near.value_PHNE,
-        block_table_BP=near.block_table_BP, descriptor=step, position_BHS=position_BHS,
-        length_BH=length_BH, scale=layer.logit_options["scale"],
-        evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest),
+        block_table_BP=near.block_table_BP if table_BP is None else table_BP, descriptor=step,
+        position_BHS=position_BHS, length_BH=length_BH, scale=layer.logit_options["scale"],
+        evidence=partial(_evidence_of_all, layer, step, query_BHG1D, longest, table_BP),
         kept=run.keep(layer.index, query_BHG1D.shape[2]), early=early,
     )  # fmt: skip
 
@@ -167,8 +169,11 @@ def _choose(layer: Layer, batch: BatchContext) -> tuple[list[Selection], PseudoT
     return [corrected, Selection(choice.ahead_BHK, reason="speculative")], choice.pseudo
 
 
-def _evidence_of_all(layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int) -> Evidence:
-    rows = Rows.of_all(layer.run.policy.config.sink, step, layer.run.store.block_table_BP, longest)
+def _evidence_of_all(
+    layer: Layer, step: StepDescriptor, query_BHG1D: torch.Tensor, longest: int, table_BP: torch.Tensor | None
+) -> Evidence:
+    table_BP = layer.run.store.block_table_BP if table_BP is None else table_BP
+    rows = Rows.of_all(layer.run.policy.config.sink, step, table_BP, longest)
 
     def logits() -> torch.Tensor:
         pages = layer.pages.key_PHND, rows.table_RP, rows.length_R

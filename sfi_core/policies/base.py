@@ -17,7 +17,7 @@ from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.choice import Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pack.reference import packed_positions
-from sfi_kernels.step_descriptor import FAST, MODE, StepDescriptor
+from sfi_kernels.step_descriptor import FAST, MODE, SLOT, StepDescriptor
 from sfi_kernels.top_k import top_k
 
 Notes = dict[str, Any]
@@ -149,13 +149,15 @@ class BatchContext:
         return min(asked, self.block_table_BP.shape[1] * self.key_PHND.shape[2])
 
     def read(self, selection: "Selection") -> Choice:
-        """Let the fast requests read a selection, made for all rows."""
-        step, chosen_BHS = self.descriptor, self.position_BHS
-        fast_B1 = step.table_BX[:, MODE, None] == FAST
-        made_BHS = packed_positions(selection.index_BHK, step.sink_B, chosen_BHS.shape[2])
-        chosen_BHS.copy_(torch.where(fast_B1[..., None], made_BHS, chosen_BHS))
+        """Let the fast requests read a selection, made for all rows, by their slots."""
+        words, chosen_BHS = self.descriptor.table_BX, self.position_BHS
+        slot_Z1 = torch.arange(len(chosen_BHS), device=words.device)[:, None]
+        is_of_ZB = (words[:, SLOT] == slot_Z1) & (words[:, MODE] == FAST)
+        row_Z, fast_Z1 = is_of_ZB.int().argmax(1), is_of_ZB.any(1)[:, None]
+        made_BHS = packed_positions(selection.index_BHK, self.descriptor.sink_B, chosen_BHS.shape[2])[row_Z]
+        chosen_BHS.copy_(torch.where(fast_Z1[..., None], made_BHS, chosen_BHS))
         count_BH = (made_BHS >= 0).sum(2, dtype=torch.int32)
-        self.length_BH.copy_(torch.where(fast_B1, count_BH, self.length_BH))
+        self.length_BH.copy_(torch.where(fast_Z1, count_BH, self.length_BH))
         return Choice(selection.index_BHK, diagnostics=selection.diagnostics)
 
 

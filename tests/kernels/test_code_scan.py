@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from sfi_kernels.code_scan import BatchCodes, CodeBasis, code_scan, code_tokens, words
 from sfi_kernels.code_scan.reference import scanned
-from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOT, SLOW, NewRows, StepDescriptor, StepRequest, describe_step
 from tests.fakes import coarse, kernel_device
 
 pytest.importorskip("triton")
@@ -47,9 +47,9 @@ class Case:
         other.step = replace(self.step, buffer=self.step.buffer.to(device))
         return other
 
-    def run(self, backend: str, *, diagnoses: bool = False) -> tuple:
+    def run(self, backend: str, *, diagnoses: bool = False, slots: int = len(REQUESTS)) -> tuple:
         """Return what the op gave and changed, on the CPU; its operands stay where they are."""
-        B, H = self.query.shape[:2]
+        B, H = slots, self.query.shape[1]
         case = self.on(kernel_device(backend))
         codes = BatchCodes(*(part.clone() for part in case.codes))
         position = case.table.new_full((B, H, SINK + BUDGET), 7)
@@ -90,6 +90,25 @@ def step_of(requests: tuple[tuple[int, int], ...], *, all_new: bool = False) -> 
             )
         )  # fmt: skip
     return describe_step(made, 0, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
+def test_rows_find_what_is_kept_by_slot(backend):
+    """As under vLLM: fewer slots than rows, and a slow row without one, of which nothing is coded."""
+    if backend == "numba":
+        pytest.importorskip("numba")
+    case = Case(2, 3, 16, 16)
+    wanted, codes, position, length = case.run(backend)
+    slots, fast = [2, 0, -1, -1, 1], [0, 1, 4]
+    rows = [slots.index(slot) for slot in range(3)]
+    case.codes = BatchCodes(*(part[rows] for part in case.codes))
+    case.step = replace(case.step, buffer=case.step.buffer.clone())
+    case.step.table_BX[:, SLOT] = torch.tensor(slots, dtype=torch.int32)
+    got, own_codes, own_position, own_length = case.run(backend, slots=3)
+    for ours, theirs in zip((got.index_BHK, *got.pseudo), (wanted.index_BHK, *wanted.pseudo), strict=True):
+        assert torch.equal(ours[fast], theirs[fast])
+    for ours, theirs in zip((*own_codes, own_position, own_length), (*codes, position, length), strict=True):
+        assert torch.equal(ours, theirs[rows])
 
 
 @pytest.mark.parametrize("backend", ["triton", "numba"])

@@ -82,13 +82,15 @@ def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
 def test_rows_find_their_packed_segments_by_slot(backend: str):
     """As under vLLM: fewer slots than rows, a slow row without one, queries that are parts of wider rows."""
     modes = [fields.FAST, fields.SLOW, fields.FAST, fields.SLOW]
-    step = Step(backend, [260, 130, 65, 200], modes, places=8)
+    own = "torch" if backend == "numba" else backend  # whose test steps have a plan
+    step = Step(own, [260, 130, 65, 200], modes, places=8)
     common = {"packed": 70, "sink": SINK}
     wanted = step.attend(evidence=True)
-    slots, rows = [2, 0, 1, 0], torch.tensor([3, 2, 0])  # by row, and by slot; the slow row 1 has none
+    slots, rows = [2, -1, 1, 0], torch.tensor([3, 2, 0])  # by row, and by slot; the slow row 1 has none
     descriptor = fields.describe_step(
         [
             fields.StepRequest(mode=mode, length=T, recent_start=start, slot=slot, wanted=row != 1, **common)
@@ -97,7 +99,7 @@ def test_rows_find_their_packed_segments_by_slot(backend: str):
         work_items(4, H, 8), step.device,
     )  # fmt: skip
     assert (descriptor.slow, descriptor.fast) == ((3,), (0, 2))
-    split_plan.on(backend)(descriptor, H, 8)
+    split_plan.on(own)(descriptor, H, 8)
     operands = step.operands()
     for name in ("packed_key_BHSD", "packed_value_BHSE", "packed_length_BH"):
         operands[name] = operands[name][rows.to(step.device)].contiguous()
@@ -110,7 +112,8 @@ def test_rows_find_their_packed_segments_by_slot(backend: str):
     assert result.out_BHGWE is out
     torch.testing.assert_close(out.cpu(), wanted.out_BHGWE)
     torch.testing.assert_close(result.logits_BHGWT.cpu()[..., :200], wanted.logits_BHGWT[1:, ..., :200])
-    torch.testing.assert_close(result.log_sum_BHGW.cpu(), wanted.log_sum_BHGW[1:])
+    if backend != "numba":
+        torch.testing.assert_close(result.log_sum_BHGW.cpu(), wanted.log_sum_BHGW[1:])
 
 
 def test_marks_and_mixed_requests_come_together(backend: str):

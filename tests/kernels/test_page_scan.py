@@ -7,7 +7,7 @@ from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.page_scan import LastStep, PageSummaries, page_scan, summarize
 from sfi_kernels.page_scan import triton as kernels
 from sfi_kernels.page_scan.reference import best_pages
-from sfi_kernels.step_descriptor import FAST, IDLE, SLOW, StepRequest, describe_step
+from sfi_kernels.step_descriptor import FAST, IDLE, SLOT, SLOW, StepRequest, describe_step
 from sfi_kernels.top_k import top_k
 from tests.covering import first
 
@@ -51,8 +51,8 @@ class Batch:
     def run(self, backend: str, budget: int, **ahead):
         """Return all that the op returns and writes."""
         pages, last = PageSummaries(*(x.clone() for x in self.pages)), LastStep(*(x.clone() for x in self.last))
-        position = torch.full((len(LENGTHS), H, SINK + budget + 3), 77, dtype=torch.int32)
-        length = torch.full((len(LENGTHS), H), 77, dtype=torch.int32)
+        position = torch.full((len(pages[0]), H, SINK + budget + 3), 77, dtype=torch.int32)
+        length = torch.full((len(pages[0]), H), 77, dtype=torch.int32)
         choice = page_scan.on(backend)(
             self.query, self.key, self.table, self.step, pages, position, length, last if ahead else None,
             page=self.page, budget=budget, **ahead,
@@ -85,6 +85,19 @@ def test_the_kernels_choose_the_reference_s_pages(monkeypatch, page: int, dtype:
         keys = batch.key[batch.table[5].long()].transpose(0, 1).flatten(1, 2)
         for part, end in zip(found[1], summarize(keys[:, :50], page), strict=True):
             assert torch.equal(part[5, :, : end.shape[1]], end)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_rows_find_what_is_kept_by_slot(backend: str):
+    """As under vLLM: fewer slots than rows, and a slow row without one, whose pages nobody keeps."""
+    batch, fast, rows = Batch(4), slice(4), [1, 3, 0, 2]
+    wanted, *before = batch.run(backend, 12, tau=0.1, diagnoses=True)
+    batch.pages, batch.last = PageSummaries(*(x[rows] for x in batch.pages)), LastStep(*(x[rows] for x in batch.last))
+    batch.step.table_BX[:, SLOT] = torch.tensor([2, 0, 3, 1, -1, -1], dtype=torch.int32)
+    found, *after = batch.run(backend, 12, tau=0.1, diagnoses=True)
+    assert torch.equal(found.index_BHK[fast], wanted.index_BHK[fast])
+    for ours, theirs in zip((*after[0], *after[1], *after[2:]), (*before[0], *before[1], *before[2:]), strict=True):
+        assert torch.equal(ours, theirs[rows])
 
 
 @pytest.mark.parametrize("tau", [0.1, *first([-1.0, 1.1])])

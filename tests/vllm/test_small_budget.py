@@ -11,6 +11,7 @@ import pytest
 from vllm import LLM, SamplingParams
 
 from sfi_core.hosts.vllm import cpu
+from sfi_kernels import compiled
 from tests.vllm import engines
 
 PROMPT = slice(100, 900)
@@ -59,6 +60,23 @@ def test_without_numba_the_tokens_are_the_same_and_the_log_says_so(
     prompts = [engines.example_ids()[:640], engines.example_ids()[40:90]]
     engines.assert_same(engines.ask(llm, prompts), engines.reference(prompts, 40, engines.SELECTS))
     assert "loops that numba compiles: not installed" in caplog.text
+
+
+def cannot(*numbers: Any) -> None:
+    open(numbers)  # noqa: PTH123, SIM115 - numba knows no files
+
+
+def test_where_numba_does_not_compile_the_engine_goes_on_and_the_log_says_so(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(compiled.Failure, "why", "")
+    for loop in ("attention.attend", "selection.select"):
+        monkeypatch.setattr(f"sfi_kernels.loops.{loop}", compiled.entry(cannot))
+    prompts = [engines.example_ids()[:640], engines.example_ids()[40:90]]
+    found = engines.ask(llm, prompts)
+    assert caplog.text.count("numba does not compile") == 1
+    compiled.Failure.why = "not asked for"
+    engines.assert_same(found, engines.reference(prompts, 40, engines.SELECTS))
 
 
 def ask_each(llm: LLM, settings: list[dict[str, Any] | None]) -> list[Any]:

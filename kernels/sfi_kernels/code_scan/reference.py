@@ -46,10 +46,10 @@ def code_tokens(
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor, append.reference)
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[step.MODE] >= step.FAST:
+        if numbers[step.MODE] >= step.FAST and (own := numbers[step.SLOT]) >= 0:
             start, stop = numbers[step.LENGTH] - numbers[step.QUERIES], numbers[step.LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
-            codes.word_BHWT[row, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[row], codes.encode_BHWDC[row])
+            codes.word_BHWT[own, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[own], codes.encode_BHWDC[own])
     if query_BHGD is not None:
         keep_queries(query_BHGD, descriptor, codes)
 
@@ -58,7 +58,7 @@ def keep_queries(query_BHGD: torch.Tensor, descriptor: StepDescriptor, codes: Ba
     """Keep the queries of fast requests for learning a basis again."""
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[step.MODE] == step.FAST:
-            codes.recent_BHXGD[row, :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
+            codes.recent_BHXGD[numbers[step.SLOT], :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
 
 
 def code_scan(
@@ -82,7 +82,8 @@ def code_scan(
     Where J has no more keys, all are chosen. The new keys, in the pages or in the descriptor, are coded, too
     (`code_tokens`), the values that have left the recent window are added to the sums, and the queries are kept:
     `codes` are changed in place. For fast requests `position_BHS` is written, their sinks, the chosen positions, then
-    -1, and `length_BH`, how many there are. `rest` is the factor on the estimated probability of the unread keys, whose
+    -1, and `length_BH`, how many there are. Both and the codes have the rows that the descriptor's SLOT names; of -1
+    nothing is kept. `rest` is the factor on the estimated probability of the unread keys, whose
     pseudo token has the mean value of J. `diagnoses` asks for diagnostics, of which Triton returns none:
     `unread_estimate`, the estimated attention on the keys of J that are not read, and `score_margin`, the score of the
     last key chosen over that of the best one that is not. `early` queries foretell those of the step, whose new keys
@@ -94,7 +95,7 @@ def code_scan(
     B, H, G, _ = query_BHGD.shape
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
-    value_BHE = torch.zeros_like(codes.sum_BHE)
+    value_BHE = codes.sum_BHE.new_zeros(B, H, codes.sum_BHE.shape[2])
     diagnostics: dict[str, torch.Tensor] = {}
     if diagnoses:  # where everything is read
         unread_BH = torch.zeros(B, H, device=query_BHGD.device)
@@ -102,18 +103,18 @@ def code_scan(
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[step.MODE] != step.FAST:
             continue
-        first, stop = numbers[step.ALLOWED_START], numbers[step.ALLOWED_STOP]
+        first, stop, own = (numbers[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.SLOT))
         count = stop - first
-        value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, row, first, stop)
+        value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, own, first, stop)
         chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
         if count > budget:
-            logits_HGT = scanned(query_BHGD[row], codes, row, scale)[..., first:stop]
+            logits_HGT = scanned(query_BHGD[row], codes, own, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
             for name, value_H in diagnosed(logits_HGT, chosen).items() if diagnoses else ():
                 diagnostics[name][row] = value_H
         K = chosen.shape[1]
         index_BHK[row, :, :K] = chosen + first
-        write_row(position_BHS, length_BH, row, first, index_BHK[row, :, :K])
+        write_row(position_BHS, length_BH, own, first, index_BHK[row, :, :K])
     return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE), diagnostics)
 
 
@@ -199,7 +200,7 @@ def check_codes(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes
 ) -> None:
     """Raise the errors of `code_tokens`."""
-    names = "key PHND, words BHWT, mean BHD, encode BHWDC, query_basis BHWCD, block_table Bp"
+    names = "key PHND, words SHWT, mean SHD, encode SHWDC, query_basis SHWCD, block_table Bp"
     check_shapes(names, key_PHND, codes.word_BHWT, *codes[:3], block_table_BP, B=descriptor.batch, C=SLOTS)
     numbers = {"words": codes.word_BHWT, "summed": codes.summed_BH, "block_table": block_table_BP}
     check_int32(key_PHND.device, **numbers)
@@ -221,7 +222,7 @@ def check(
 ) -> None:  # fmt: skip
     """Raise the errors of `code_scan`."""
     check_codes(key, table, descriptor, codes)
-    names, sums = "key PHND, query BHGD, value PHNE, sum BHE, summed BH, position BHS, length BH", codes[4:6]
+    names, sums = "key PHND, query BHGD, value PHNE, sum RHE, summed RH, position RHS, length RH", codes[4:6]
     check_shapes(names, key, query, value, *sums, position, length, B=descriptor.batch)
     check_pages(query, "query", key=key, value=value)
     check_int32(query.device, position=position, length=length)

@@ -22,7 +22,7 @@ LOW = tuple(shift + bits < MANTISSA for shift, bits in zip(codes.SHIFTS, codes.B
 PLACES = tuple(shift + 1 if low else shift - LIFT for shift, low in zip(codes.SHIFTS, LOW, strict=True))
 UNITS = tl.constexpr(tuple(2.0 ** (place - MANTISSA) for place in PLACES))
 LOW, PLACES, LIFT = tl.constexpr(LOW), tl.constexpr(PLACES), tl.constexpr(LIFT)
-WORDS, MODE = tl.constexpr(words.WORDS), tl.constexpr(words.MODE)
+WORDS, MODE, SLOT = (tl.constexpr(word) for word in (words.WORDS, words.MODE, words.SLOT))
 START, STOP = tl.constexpr(words.ALLOWED_START), tl.constexpr(words.ALLOWED_STOP)
 FAST, LENGTH, QUERIES = (tl.constexpr(word) for word in (words.FAST, words.LENGTH, words.QUERIES))
 TOKENS = tl.constexpr(16)  # that are coded, or whose values are added, at once
@@ -77,6 +77,12 @@ def candidates(table_ptr, request):
     """Return the mode, the first position of J, and one past its last."""
     row = table_ptr + request * WORDS
     return tl.load(row + MODE), tl.load(row + START), tl.load(row + STOP)
+
+
+@triton.jit
+def own_pair(table_ptr, pair, H: tl.constexpr):
+    """Return the place of a request's KV head in what is kept, -1 or less of a request without a slot."""
+    return tl.load(table_ptr + pair // H * WORDS + SLOT).to(tl.int64) * H + pair % H
 
 
 @triton.jit
@@ -164,13 +170,16 @@ def _code_scan_sums_kernel(
     request, h = pair // H, pair % H
     mode, first, stop = candidates(table_ptr, request)
     table = block_table_ptr + request * pages_per_request
-    word_ptr += pair * W * capacity
-    mean_ptr += pair * D
+    slot_pair = own_pair(table_ptr, pair, H)
+    own = tl.maximum(slot_pair, 0)
+    word_ptr += own * W * capacity
+    mean_ptr += own * D
     if program < 0:
         length = tl.load(table_ptr + request * WORDS + LENGTH)
         d, e, slot = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, SLOTS)
         if (mode >= FAST) & CODES:  # code the new keys, the last of T if they are appended first
             half, shift = fields()
+            coded_stop = tl.where(slot_pair >= 0, length, 0)
             mean = tl.load(mean_ptr + d, mask=d < D, other=0.0)
             for begin in range(length - tl.load(table_ptr + request * WORDS + QUERIES), length, TOKENS):
                 t = begin + tl.arange(0, TOKENS)
@@ -186,29 +195,33 @@ def _code_scan_sums_kernel(
                 else:
                     key = _token_rows(key_ptr, table, t, valid, h, PAGE, KEY_STRIDES, D, BLOCK_D)
                 for w in range(W):
-                    where = encode_ptr + ((pair * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
+                    where = encode_ptr + ((own * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
                     encode = tl.load(where, mask=d[:, None] < D, other=0.0)
-                    tl.store(word_ptr + w * capacity + t, coded(key - mean[None, :], encode, half, shift), mask=valid)
+                    tl.store(
+                        word_ptr + w * capacity + t,
+                        coded(key - mean[None, :], encode, half, shift),
+                        mask=t < coded_stop,
+                    )
         if CHOOSE:
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
             if mode == FAST:
                 # add the values up to `stop` to the sum, and store the mean value of J
-                known = tl.load(summed_ptr + pair)
-                total = tl.load(sum_ptr + pair * E + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
+                known = tl.load(summed_ptr + own)
+                total = tl.load(sum_ptr + own * E + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
                 begin = tl.where(known > 0, known, first)
                 for at in range(begin, stop, TOKENS):
                     t = at + tl.arange(0, TOKENS)
                     value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, VALUE_STRIDES, E, BLOCK_E)
                     total += tl.sum(value, 0)
                 end = tl.maximum(begin, stop)
-                tl.store(sum_ptr + pair * E + e, total, mask=e < E)
-                tl.store(summed_ptr + pair, end)
+                tl.store(sum_ptr + own * E + e, total, mask=e < E)
+                tl.store(summed_ptr + own, end)
                 mean_value = total / tl.maximum(end - first, 1).to(tl.float32)
                 tl.store(mean_value_ptr + pair * E + e, mean_value, mask=e < E)
         if KEEPS:
             g = tl.arange(0, BLOCK_G)
             query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
-            where = (pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
+            where = (own * KEPT + (length - 1) % KEPT) * G + g[:, None]
             valid = (g[:, None] < tl.where(mode == FAST, G, 0)) & (d[None, :] < D)
             tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
         return
@@ -219,7 +232,7 @@ def _code_scan_sums_kernel(
     g = tl.arange(0, BLOCK_G)
     factor_ptr += pair * (1 + W * SLOTS) * G
     query_ptr += pair * G * D
-    basis_ptr += pair * W * SLOTS * D
+    basis_ptr += own * W * SLOTS * D
     _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D)
     for own_chunk in range(chunk, stop_chunk):
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)

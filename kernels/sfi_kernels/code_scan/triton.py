@@ -18,7 +18,7 @@ from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import codes as coding
 from sfi_kernels.code_scan.codes import SLOTS, BatchCodes, CodeBasis, words
 from sfi_kernels.code_scan.reference import check, check_basis, check_codes
-from sfi_kernels.code_scan.sums_triton import BINS, FAST, KEYS, candidates, logits_at, weights
+from sfi_kernels.code_scan.sums_triton import BINS, FAST, KEYS, candidates, logits_at, own_pair, weights
 from sfi_kernels.code_scan.sums_triton import _code_scan_sums_kernel as sums
 from sfi_kernels.code_scan.sums_triton import _encode_keys_kernel as encode
 from sfi_kernels.launch import launch, target
@@ -86,8 +86,9 @@ def _code_scan_choose_kernel(
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
     g, begin, count = tl.arange(0, BLOCK_G), chunk * CHUNK, stop - first
+    own = own_pair(table_ptr, pair, H)
     index_ptr += pair * budget
-    position_ptr += pair * S
+    position_ptr += own * S
     rest_ptr += (pair * G + g) * chunks + chunk
     if (mode == FAST) & (chunk == 0):  # sinks, padding and the number of positions
         chosen = tl.minimum(tl.maximum(count, 0), budget)
@@ -96,7 +97,7 @@ def _code_scan_choose_kernel(
             tl.store(position_ptr + s, s, mask=(s < first) & (s < S))
             tl.store(position_ptr + s, -1, mask=(s >= first + chosen) & (s < S))
             tl.store(index_ptr + s, -1, mask=(s >= chosen) & (s < budget))
-        tl.store(length_ptr + pair, first + chosen)
+        tl.store(length_ptr + own, first + chosen)
     if (mode != FAST) | (count <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         tl.store(rest_ptr, float("-inf"), mask=g < G)
     if (mode != FAST) | (begin >= stop) | (begin + CHUNK <= first):
@@ -177,7 +178,7 @@ def code_scan(
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
-    (B, H, G, _), W, capacity = query_BHGD.shape, *codes.word_BHWT.shape[2:]
+    (B, H, G, _), E, (*_, W, capacity) = query_BHGD.shape, value_PHNE.shape[3], codes.word_BHWT.shape
     table, chunk = descriptor.table_BX, min(MOST_KEYS, LOGITS // triton.next_power_of_2(G))
     chunk //= 1 + (G >= MANY_HEADS)
     chunks, pairs = triton.cdiv(capacity, chunk), B * H
@@ -189,7 +190,7 @@ def code_scan(
     below_BHGT = empty(G, capacity, dtype=torch.uint16)
     counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
     score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
-    pseudo = PseudoToken(empty(G, chunks), torch.empty_like(codes.sum_BHE))
+    pseudo = PseudoToken(empty(G, chunks), empty(E))
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk}
     _sum(
         chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
@@ -213,7 +214,8 @@ def _sum(
     descriptor: StepDescriptor, codes: BatchCodes, made: tuple[torch.Tensor, ...], scale: float, budget: int,
     **constants: Any,
 ) -> None:  # fmt: skip
-    (_, H, page_size, D), E, (B, _, W, capacity) = key.shape, value.shape[3], codes.word_BHWT.shape
+    (_, H, page_size, D), E, (*_, W, capacity) = key.shape, value.shape[3], codes.word_BHWT.shape
+    B = descriptor.batch
     new = descriptor.new
     rows, norm = (new[:2], new.norm_PHN) if new else ((key, value), codes.sum_BHE)
     check_width(max(D, E))

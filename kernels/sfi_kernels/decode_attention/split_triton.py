@@ -92,7 +92,7 @@ def _split_attention_kernel(
     allowed_start, allowed_stop = tl.load(row + ALLOWED_START), tl.load(row + ALLOWED_STOP)
     evidence_stop = tl.where(evidence >= 0, length, 0)
     logits_to = logits_ptr + (evidence * H + h) * G * logits_stride
-    pair, packed_pair = request * H + h, tl.load(row + SLOT).to(tl.int64) * H + h
+    pair, packed_pair = request * H + h, tl.maximum(tl.load(row + SLOT), 0).to(tl.int64) * H + h
     packed_row = packed_pair * S
     if HEADS:
         mixed = tl.load(row + MIXED)

@@ -116,14 +116,14 @@ def rows_of_positions(position, start, stop, table, H, h, N, pitch, row):
 
 @entry
 def attend(
-    begin, end, query_BHWGD, pages, segment, kind, N, S, position_BHS, length_BH, table_BP, start_B, stop_B, scale,
-    cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHWGE, logits_BHGT,
+    begin, end, query_BHWGD, pages, segment, kind, N, S, slot_B, position_BHS, length_BH, table_BP, start_B, stop_B,
+    scale, cap, sink_HG, pseudo_logit_BHG, pseudo_value_BHE, out_BHWGE, logits_BHGT,
 ):  # fmt: skip
     """Attend to packed rows and a range of recent tokens with the last W tokens' queries, causally.
 
-    `pages` and `segment` are of `compiled.pages_of`; `kind` says which of their rows count. Packed are positions in the
-    pages, or if `S` is not 0 rows of a segment of S rows a head. No cap is 0, no sink and no pseudo token an empty
-    array; logits of the last token's queries are written where there is room.
+    `pages` and `segment` are of `compiled.pages_of`; `kind` says which of their rows count. Packed, by slot, are
+    positions in the pages, or if `S` is not 0 rows of a segment of S rows a head; slot -1 has none. No cap is 0, no
+    sink and no pseudo token an empty array; logits of the last token's queries are written where there is room.
     """
     B, H, W, G, D = query_BHWGD.shape
     Q, longest = W * G, 0
@@ -144,16 +144,17 @@ def attend(
             out = out_BHWGE[b, h].reshape(Q, out_BHWGE.shape[4])
             logits = logits_BHGT[b, h, :, 0:] if len(logits_BHGT) else room[:0, 0:]
             start_head(most, total, out)
-            packed = length_BH[b, h]
+            own = np.int64(slot_B[b])
+            packed = length_BH[own, h] if own >= 0 else np.int32(0)
             if S > 0:
                 for i in range(packed):
-                    row[i] = ((b * H + h) * S + i) * packed_pitch
+                    row[i] = ((own * H + h) * S + i) * packed_pitch
                 read_rows(
                     kind, packed_key, packed_value, half_packed_key, half_packed_value, row, packed, query, cap, room,
                     most, total, out, room[:0, 0:],
                 )  # fmt: skip
                 packed = 0
-            position = position_BHS[b, h, :packed]
+            position = position_BHS[max(own, 0), h, :packed]
             n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, pitch, row)
             shared = n - max(tokens - 1, 0)
             for w in range(

@@ -42,6 +42,7 @@ def page_scan(
     hold the last `page` tokens before the new ones, too. For fast requests `position_BHS` is written, their sinks, the
     chosen positions, then -1, and `length_BH`, how many there are. Where J has no more positions, all are chosen. An
     `early` choice is made before the step's new keys are there: those of the step before, as many, are taken in.
+    What is kept, and what is written, has the rows that the descriptor's SLOT names; of -1 there is nothing.
 
     With `last`, which is updated, the choice is `grouped`, and for the next step, whose window has `recent` tokens.
     Read is what the last step chose; but a KV head is corrected, and reads its choice for this step, if the cosine of
@@ -49,28 +50,29 @@ def page_scan(
     heads, unless `diagnoses` asks for `query_cosine` and for all heads'.
     """
     check(query_BHGD, key_PHND, block_table_BP, descriptor, pages, position_BHS, length_BH, last, page, budget)
-    index_BHK = position_BHS.new_full((*length_BH.shape, budget), -1)
-    ahead_BHK, cosine_BH = index_BHK.clone(), torch.zeros(length_BH.shape, device=length_BH.device)
+    B, H = query_BHGD.shape[:2]
+    index_BHK = position_BHS.new_full((B, H, budget), -1)
+    ahead_BHK, cosine_BH = index_BHK.clone(), torch.zeros(B, H, device=length_BH.device)
     for row, words in enumerate(descriptor.table_BX.tolist()):
         first, stop, length = (words[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.LENGTH))
-        if words[step.MODE] < step.FAST:
+        if words[step.MODE] < step.FAST or (own := words[step.SLOT]) < 0:
             continue
         length -= words[step.QUERIES] * early
-        _renew(key_PHND, block_table_BP[row], pages, row, length - words[step.QUERIES], length, page)
+        _renew(key_PHND, block_table_BP[row], pages, own, length - words[step.QUERIES], length, page)
         if words[step.MODE] != step.FAST:
             continue
-        bound_HGP = bounds(query_BHGD[row], *(part_BHPD[row, :, : -(-length // page)] for part_BHPD in pages))
+        bound_HGP = bounds(query_BHGD[row], *(part_BHPD[own, :, : -(-length // page)] for part_BHPD in pages))
         score_HP = group_scores(bound_HGP, scale) if grouped or last is not None else bound_HGP.amax(1)
         index_HK = read_HK = best_pages(score_HP, page, (first, stop), budget)
         index_BHK[row, :, : index_HK.shape[1]] = index_HK
         if last is not None:
-            now, before_HK = length % 2, last.index_B2HK[row, 1 - length % 2, :, : index_HK.shape[1]]
-            cosine_BH[row] = pooled_cosine(query_BHGD[row], last.query_B2HGD[row, 1 - now])
+            now, before_HK = length % 2, last.index_B2HK[own, 1 - length % 2, :, : index_HK.shape[1]]
+            cosine_BH[row] = pooled_cosine(query_BHGD[row], last.query_B2HGD[own, 1 - now])
             read_HK = torch.where(cosine_BH[row, :, None] < tau, index_HK, before_HK)
             next_HK = best_pages(score_HP, page, (first, max(first, length + 1 - recent)), budget)
             ahead_BHK[row, :, : next_HK.shape[1]] = next_HK
-            last.query_B2HGD[row, now], last.index_B2HK[row, now] = query_BHGD[row], ahead_BHK[row]
-        write_row(position_BHS, length_BH, row, first, read_HK)
+            last.query_B2HGD[own, now], last.index_B2HK[own, now] = query_BHGD[row], ahead_BHK[row]
+        write_row(position_BHS, length_BH, own, first, read_HK)
     if last is None:
         return Choice(index_BHK)
     return Choice(index_BHK, None, {"query_cosine": cosine_BH} if diagnoses else {}, cosine_BH < tau, ahead_BHK)
@@ -144,7 +146,7 @@ def check(
     position: torch.Tensor, length: torch.Tensor, last: LastStep | None, page: int, budget: int,
 ) -> None:  # fmt: skip
     """Raise the errors of `page_scan`."""
-    names = "key PHND, query BHGD, block_table Bt, low BHXD, high BHXD, position BHS, length BH"
+    names = "key PHND, query BHGD, block_table Bt, low RHXD, high RHXD, position RHS, length RH"
     check_shapes(names, key, query, table, *pages, position, length, B=descriptor.batch)
     check_pages(query, "query", key=key)
     check_same(query, "query", low=pages.low_BHPD, high=pages.high_BHPD)
@@ -152,6 +154,6 @@ def check(
     if page < 1:
         raise ValueError(f"page must be positive, got {page}")
     if last is not None:
-        check_shapes("query BHGD, last query BZHGD, last index BZHK", query, *last, Z=2, K=budget)
+        check_shapes("query BHGD, last query RZHGD, last index RZHK", query, *last, Z=2, K=budget)
         check_same(query, "query", last_query=last.query_B2HGD)
         check_int32(query.device, last_index=last.index_B2HK)

@@ -20,10 +20,11 @@ from sfi_kernels.step_descriptor import StepDescriptor
 
 WORDS, MODE, LENGTH = (tl.constexpr(word) for word in (words.WORDS, words.MODE, words.LENGTH))
 START, STOP = tl.constexpr(words.ALLOWED_START), tl.constexpr(words.ALLOWED_STOP)
-FAST, QUERIES = tl.constexpr(words.FAST), tl.constexpr(words.QUERIES)
+FAST, QUERIES, SLOT = (tl.constexpr(word) for word in (words.FAST, words.QUERIES, words.SLOT))
 TOKENS = tl.constexpr(16)  # whose extremes are taken at once
 CHUNK, WIDE = 64, 256  # pages that a program scores, half as many of summaries of more bytes than `WIDE`
 TILE = 1024  # pages that a program compares at once
+REGISTERS = 128  # of a thread that chooses; left alone, the compiler takes 64 and spills
 HEADS = 16  # query heads of a product's tile, at least
 JOINED = tl.constexpr(64)  # chunks whose sums are joined at a time
 LOWEST = tl.constexpr(-(2**31))  # below the key of every score
@@ -43,11 +44,11 @@ def _page_score_kernel(
     queries = tl.load(table_ptr + request * WORDS + QUERIES)
     if EARLY:
         length -= queries
-    used = tl.cdiv(length, SIZE)
-    if (mode < FAST) | (begin >= used):
+    used, slot = tl.cdiv(length, SIZE), tl.load(table_ptr + request * WORDS + SLOT).to(tl.int64)
+    if (mode < FAST) | (begin >= used) | (slot < 0):
         return
-    low_ptr += pair * P * D
-    high_ptr += pair * P * D
+    low_ptr += (slot * H + h) * P * D
+    high_ptr += (slot * H + h) * P * D
     table = block_table_ptr + request * pages_per_request
     g, p, d = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
     # the pages with new keys; their sizes are those of the caller, not of the cache
@@ -189,11 +190,13 @@ def _page_choose_kernel(
     first, stop, length = tl.load(row + START), tl.load(row + STOP), tl.load(row + LENGTH)
     if tl.load(row + MODE) != FAST:
         return
+    slot = tl.load(row + SLOT).to(tl.int64)
+    own = slot * H + h
     score_ptr += pair * P
     index_ptr += pair * budget
-    position_ptr += pair * S
+    position_ptr += own * S
     K = tl.minimum(tl.maximum(stop - first, 0), budget)
-    tl.store(length_ptr + pair, first + K)
+    tl.store(length_ptr + own, first + K)
     for begin in range(0, first, TILE):
         s = begin + tl.arange(0, TILE)
         tl.store(position_ptr + s, s, mask=s < first)
@@ -204,7 +207,7 @@ def _page_choose_kernel(
             logit_ptr + pair * G * P, lse_ptr + pair * chunks * G, score_ptr, used, P, G, BLOCK_G, CHUNK, TILE,
         )  # fmt: skip
     if AHEAD:
-        now, before = (request * 2 + length % 2) * H + h, (request * 2 + 1 - length % 2) * H + h
+        now, before = (slot * 2 + length % 2) * H + h, (slot * 2 + 1 - length % 2) * H + h
         cosine = _cosine(
             query_ptr + pair * G * D, last_query_ptr + before * G * D, last_query_ptr + now * G * D, G, D, BLOCK_G,
             BLOCK_D,
@@ -266,7 +269,7 @@ def page_scan(
         _page_choose_kernel, (B * H,), query, descriptor.table_BX, score, logit, lse, index_BHK, position_BHS,
         length_BH, *(last or (query, index_BHK)), ahead_BHK, cosine_BH, corrected_BH.view(torch.uint8), P, chunks,
         budget, position_BHS.shape[2], recent, float(tau), int(diagnoses), TILE=TILE,
-        AHEAD=last is not None, num_warps=8, **common,
+        AHEAD=last is not None, num_warps=8, max_registers=REGISTERS, **common,
     )  # fmt: skip
     if last is None:
         return Choice(index_BHK)

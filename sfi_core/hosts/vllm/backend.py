@@ -1,9 +1,9 @@
 """Sfi in front of vLLM's attention backends for CPUs and GPUs.
 
-The cache is vLLM's, `[blocks, KV heads, tokens, K|V]`. vLLM's kernels write keys and values, and attend with prompts
-and with requests without a slot; sfi's attend with the decoding rows that have one, over the same blocks. On a CPU
-`cpu` stands for vLLM's kernels; vLLM's platform always takes its own backend, so ours replaces that; without our
-connector it is vLLM's, unchanged. On a GPU vLLM's flags choose ours, see `attention_flags`; it has not run on one.
+The cache is vLLM's, `[blocks, KV heads, tokens, K|V]`. vLLM's kernels write keys and values, and attend with prompts;
+sfi's attend with the decoding rows, over the same blocks. On a CPU `cpu` stands for vLLM's kernels; vLLM's platform
+always takes its own backend, so ours replaces that; without our connector it is vLLM's, unchanged. On a GPU vLLM's
+flags choose ours, see `attention_flags`; it has not run on one.
 """
 
 import copy
@@ -20,8 +20,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.cpu import RowImpl
-from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, part_of
-from sfi_core.hosts.vllm.names import decodes_in_graphs, give_room, is_configured, is_full, layer_index
+from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
+from sfi_core.hosts.vllm.names import give_room, is_configured, is_full, layer_index
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
@@ -30,18 +30,15 @@ Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass: the input of vLLM's metadata, and `part_of` the pass once it has been entered.
-
-    `alone` are the rows of a batch of one token each, padding included, whose pass a graph may hold; 0 for another one.
-    """
+    """Shared by all layers of a pass: the input of vLLM's metadata, and `rest_of` the pass once it has been entered."""
 
     common: Any
     builder: Any
-    part: tuple[Any, slice | torch.Tensor] | None = None
+    rest: tuple[Any, slice] | None = None
 
     @property
     def alone(self) -> int:
-        """Rows of a token each, padding included; 0 where a row has more."""
+        """Rows of a batch of one token each, padding included, whose pass a graph may hold; 0 for another batch."""
         return int(self.common.num_reqs) if self.common.max_query_len == 1 else 0
 
     def enter(self, engine: WorkerEngine) -> None:
@@ -58,27 +55,27 @@ class Batch:
             lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
         )
         entered = engine.enter([*zip(starts, matched, strict=False)], table_RP, self.alone)
-        self.part = part_of(common, entered, self.builder.build_part)
+        self.rest = rest_of(common, entered, self.builder.build_part)
 
 
 class PagedBuilder(Mixin):
     """Builds vLLM's metadata, and keeps its input for the pass, which begins when the plan is known."""
 
-    reorder_batch_threshold = 1  # decoding rows first, so that vLLM's part lies together
     supports_update_block_table = False  # the metadata of another group is not ours
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._sfi = is_configured(vllm_config) and is_full(kv_cache_spec)
+        if self._sfi:
+            self.reorder_batch_threshold = 1  # rows of a token first
         self._impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.matcher = RowMatcher()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Let graphs hold decoding rows, where one launch has them; else Python decides whether a step is slow."""
+        """Let graphs hold decoding rows; vLLM's kernels for prompts stay outside."""
         if is_configured(vllm_config) and is_full(kv_cache_spec):
-            one = decodes_in_graphs(vllm_config)
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if one else AttentionCGSupport.NEVER
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
@@ -88,7 +85,7 @@ class PagedBuilder(Mixin):
         if self._sfi and engine is not None:
             made.sfi = batch = Batch(copy.copy(common_attn_metadata), self)
             engine.built[self] = batch.enter
-            if engine.launch is not None and batch.alone:  # before a graph may be recorded
+            if batch.alone:  # before a graph may be recorded
                 engine.launch.prepare(batch.alone)
         return made
 
@@ -195,41 +192,27 @@ class PagedImpl(Mixin):
         """Attend with the batch's queries, [tokens, heads, D]."""
         engine, attend = self.engine, super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        H, index = self.num_kv_heads, layer_index(layer.layer_name)
-        if engine is not None and batch is not None and engine.launch is not None and batch.alone:
-            # a dummy pass does what a graph that is recorded in one does: no row has work
-            rows = slice(0, batch.alone)
-            query_RHGD, out_RHGE = (x[rows].view(batch.alone, H, -1, x.shape[-1]) for x in (query, output))
-            table_RP = batch.common.block_table_tensor
-            engine.launch.attend(index, query_RHGD, out_RHGE, table_RP, alone=True, **self._options(H))
-            return output
-        if engine is None or engine.entered is None or batch is None:
+        if engine is None or batch is None or (engine.entered is None and not batch.alone):
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
-        entered = engine.entered
-        if len(entered.whole) == len(entered.rows):
-            attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        elif batch.part is not None:
-            metadata, tokens = batch.part
-            out = output[tokens] if isinstance(tokens, slice) else output.new_empty(len(tokens), *output.shape[1:])
-            attend(layer, query[tokens], key[tokens], value[tokens], kv_cache, metadata, out, *args, **kwargs)
-            if not isinstance(tokens, slice):
-                output[tokens] = out
-        count = sum(entry.count for _, entry in entered.rows)
+        H, count = self.num_kv_heads, batch.alone
+        if engine.entered is not None and not count:
+            metadata, tokens = batch.rest or (attn_metadata, slice(None))
+            operands = query[tokens], key[tokens], value[tokens]
+            attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
+            count = sum(entry.count for _, entry in engine.entered.rows)
         query_XHGD, out_XHGE = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
-        engine.attend(index, query_XHGD, out_XHGE, **self._options(H))
+        # a dummy pass does what a graph that is recorded in one does: no row has work
+        engine.attend(
+            layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
+            alone=batch.alone > 0, scale=self.scale, soft_cap=self.logits_soft_cap or None,
+            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
+        )  # fmt: skip
         return output
-
-    def _options(self, heads: int) -> dict[str, Any]:
-        sink_HG = None if self.sinks is None else self.sinks.view(heads, -1)
-        return {"scale": self.scale, "soft_cap": self.logits_soft_cap or None, "sink_HG": sink_HG}
 
 
 class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
     """Makes the metadata."""
-
-    reorder_batch_threshold = cpu_attn.CPUAttentionMetadataBuilder.reorder_batch_threshold
-    supports_update_block_table = cpu_attn.CPUAttentionMetadataBuilder.supports_update_block_table
 
 
 class SfiCpuImpl(PagedImpl, RowImpl):

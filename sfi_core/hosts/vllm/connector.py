@@ -154,7 +154,7 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 slots=self.slots,
                 block=self.block,
                 layers=len(self.layers),
-                evidence=EVIDENCE if names.decodes_in_graphs(vllm_config) else None,
+                evidence=EVIDENCE if names.evidence_of(vllm_config, self.settings, 1) else None,
                 observer=self.observer,
                 audit=self.settings.audit,
             )
@@ -279,9 +279,9 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 run.kept[layer] = impl.kept
             if layer not in run.policy.config.dense_layers:
                 run.segment(layer)
+            run.groups[layer] = impl.num_heads // impl.num_kv_heads
         evidence = {names.layer_index(n): impl.evidence for n, impl in impls.items() if impl.evidence is not None}
-        launch = RowLaunch(run, evidence) if names.decodes_in_graphs(self._vllm) else None
-        self.engine = WorkerEngine(run, store, self.block // page_size, launch)
+        self.engine = WorkerEngine(run, store, RowLaunch(run, evidence), self.block // page_size)
         for impl in impls.values():
             impl.engine = self.engine
 

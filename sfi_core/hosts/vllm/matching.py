@@ -58,40 +58,33 @@ def last_blocks(table_RP: torch.Tensor, lengths: Sequence[int], page_size: int, 
     return blocks
 
 
-def part_of(common: Any, entered: MatchedPass, build: Callable[[Any], Any]) -> tuple[Any, slice | torch.Tensor] | None:
-    """Return the rows that vLLM's kernel computes as a batch of their own; None for no rows, or all.
+def rest_of(common: Any, entered: MatchedPass, build: Callable[[Any], Any]) -> tuple[Any, slice] | None:
+    """Return the rows behind the launched ones as a batch of their own, for vLLM's kernel; None for none, or all.
 
-    That is vLLM's metadata, which `build` makes of `common`, the batch's `CommonAttentionMetadata` cut to the part;
-    and the part's tokens in the batch: a slice where they are adjacent, else their places. Decoding rows come first,
-    so that they are adjacent unless a decoding request has no slot.
+    That is vLLM's metadata, which `build` makes of `common`, the batch's `CommonAttentionMetadata` cut to these rows,
+    and their tokens in the batch.
     """
-    if not entered.whole or len(entered.whole) == len(entered.rows):
+    if not 0 < entered.launched < len(entered.rows):
         return None
-    rows, device = [entered.rows[place] for place in entered.whole], common.seq_lens.device
-    starts = [0, *accumulate(entry.count for _, entry in rows)]
-    if entered.whole[-1] - entered.whole[0] + 1 == len(entered.whole):
-        row_R: Any = slice(entered.whole[0], entered.whole[-1] + 1)
-        host_row_R: Any = row_R
-        tokens: Any = slice(rows[0][0], rows[0][0] + starts[-1])
-    else:
-        host_row_R = torch.tensor(entered.whole)
-        row_R = sent(host_row_R, device)
-        tokens = sent(torch.cat([torch.arange(first, first + entry.count) for first, entry in rows]), device)
-    start_cpu = torch.tensor(starts, dtype=torch.int32)
-    part = common.replace(
-        query_start_loc=sent(start_cpu, device),
-        query_start_loc_cpu=start_cpu,
-        seq_lens=common.seq_lens[row_R],
-        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[host_row_R],
-        num_reqs=len(rows),
-        num_actual_tokens=starts[-1],
-        max_query_len=max(entry.count for _, entry in rows),
-        max_seq_len=max(entry.length for _, entry in rows),
-        block_table_tensor=common.block_table_tensor[row_R].contiguous(),
+    entries, device = [entry for _, entry in entered.rows[entered.launched :]], common.seq_lens.device
+    starts = torch.tensor([0, *accumulate(entry.count for entry in entries)], dtype=torch.int32)
+    first, rows = entered.rows[entered.launched][0], slice(entered.launched, len(entered.rows))
+    count = int(starts[-1])
+    tokens = slice(first, first + count)
+    rest = common.replace(
+        query_start_loc=sent(starts, device),
+        query_start_loc_cpu=starts,
+        seq_lens=common.seq_lens[rows],
+        seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[rows],
+        num_reqs=len(entries),
+        num_actual_tokens=count,
+        max_query_len=max(entry.count for entry in entries),
+        max_seq_len=max(entry.length for entry in entries),
+        block_table_tensor=common.block_table_tensor[rows].contiguous(),
         slot_mapping=common.slot_mapping[tokens],
         # what no backend reads of a part: whose rows would be wrong is left out
         positions=None, is_prefilling=None, req_idx=None, logits_indices_padded=None,
         mm_req_doc_ranges=None, rswa_prefix_lens=None,
         _num_computed_tokens_cache=None, _token_to_req_indices_cache=None,
     )  # fmt: skip
-    return build(part), tokens
+    return build(rest), tokens

@@ -13,7 +13,7 @@ from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
 from sfi_core.hosts.vllm.plan import Scheduled
-from sfi_core.hosts.vllm.rows import evidence_numbers, shares_launch
+from sfi_core.hosts.vllm.rows import evidence_numbers
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.hosts.vllm.worker import kept_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
@@ -147,10 +147,10 @@ def is_configured(vllm_config: Any) -> bool:
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
-def decodes_in_graphs(vllm_config: Any) -> bool:
-    """Say whether the decoding rows of a pass are those of one launch, which CUDA graphs hold."""
-    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
-    return shares_launch(backend_of(device), settings.policy, audits=settings.audit is not None)
+def evidence_of(vllm_config: Any, settings: Settings, query_heads: int) -> int:
+    """Return the float32 numbers of a layer's evidence in a CUDA graph: none on a CPU, or where no step selects."""
+    held = backend_of(torch.device(vllm_config.device_config.device)) == "triton" and settings.policy.refreshes()
+    return evidence_numbers(query_heads, longest_of(vllm_config)) if held else 0
 
 
 def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
@@ -173,14 +173,12 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
         return  # the connector refuses the model
     shape = shape_of(next(iter(served.values())), dtype, device)
     check_room(vllm_config, settings, len(sparse), shape)
-    policy = settings.policy
-    rows, hands_out = packed_rows(policy, longest), policy.selects_after and decodes_in_graphs(vllm_config)
+    policy, rows = settings.policy, packed_rows(settings.policy, longest)
     for layer in sparse:
         shape = shape_of(served[layer], dtype, device)
         served[layer].segment = PackedSegment(slots, rows, shape, packs=not policy.chooses)
         served[layer].kept = kept_of(policy, shape, slots, served[layer].num_heads, longest)
-        if hands_out:
-            numbers = evidence_numbers(served[layer].num_heads, longest)
+        if numbers := evidence_of(vllm_config, settings, served[layer].num_heads):
             served[layer].evidence = torch.empty(numbers, dtype=torch.float32, device=device)
     if device.type == "cuda":
         cache = vllm_config.cache_config
@@ -219,12 +217,11 @@ def check_room(vllm_config: Any, settings: Settings, layers: int, shape: Segment
     # the processes of one machine share its memory; each has a GPU of its own
     sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1
     longest, query_heads = longest_of(vllm_config), vllm_config.model_config.get_num_attention_heads(parallel)
-    hands_out = settings.policy.selects_after and decodes_in_graphs(vllm_config)
     check_slots(
         settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
         longest=longest, query_heads=query_heads,
         limit=None if total is None else int(total * settings.options.slots_memory) // sharing,
-        beside=hands_out * layers * evidence_numbers(query_heads, longest) * FLOAT32,
+        beside=layers * evidence_of(vllm_config, settings, query_heads) * FLOAT32,
     )  # fmt: skip
 
 

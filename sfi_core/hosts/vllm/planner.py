@@ -36,9 +36,8 @@ class Tracked:
 
     vLLM's request is `live`; its `num_tokens` and `output_token_ids` grow as tokens become known. `begun` says whether
     its prompt has been read; `preempted` counts how often it lost its blocks. `due` is the reason of a slow step that
-    has `waited` for steps, because others took the room for evidence; `blind` one that has selected nothing yet, and
-    attends to everything until then. `pending` are steps whose token is not
-    known yet, each with the fields that its engine step's requests share, which are filled in later.
+    has `waited` for steps, because others took the room for evidence. `pending` are steps whose token is not known yet,
+    each with the fields that its engine step's requests share, which are filled in later.
     """
 
     live: Any
@@ -52,7 +51,6 @@ class Tracked:
     preempted: int = 0
     due: str = ""
     waited: int = 0
-    blind: bool = False
 
     def report(self) -> dict[str, Any]:
         """Return the report in the request's answer, plain values."""
@@ -168,25 +166,25 @@ class Planner:
         if tracked.slot == NO_SLOT and tracked.settings.enabled and self.free:
             tracked.slot = self.free.pop()
         tracked.pending.clear()
-        tracked.due, tracked.waited, tracked.blind = "", 0, False
+        tracked.due, tracked.waited = "", 0
         tracked.blocks, state = list(blocks), tracked.state
         # prompts are read whole, what was generated before a preemption too
         state.length, state.step, state.slow = computed, len(state.tokens) - 1, True
 
     def _passes(self, counts: Mapping[str, int]) -> dict[str, tuple[RequestPass, bool]]:
-        # what each request does in the step, and whether it selects anew: a prompt that ends cannot wait, others take
-        # turns
+        # what each request does in the step, and whether it selects anew: a prompt that ends does, others take turns
         passes = {name: self._pass(self.tracked[name], count) for name, count in counts.items()}
         selecting = [name for name, one in passes.items() if self._asks(self.tracked[name], one)]
         if self._evidence is not None:
-            few = [name for name in selecting if counts[name] == 1]
-            few.sort(key=lambda name: (not passes[name].ends_prompt, -self.tracked[name].waited))
-            for name in few[self._evidence :]:
+            due = [name for name in selecting if not passes[name].ends_prompt]
+            due.sort(key=lambda name: -self.tracked[name].waited)
+            for name in due[self._evidence :]:
                 selecting.remove(name)
-                passes[name] = self._put_off(self.tracked[name], passes[name])
+                tracked = self.tracked[name]
+                tracked.due, tracked.waited = passes[name].reason, tracked.waited + 1
+                passes[name] = RequestPass.decode("")
         for name in selecting:
-            tracked = self.tracked[name]
-            tracked.due, tracked.waited, tracked.blind = "", 0, False
+            self.tracked[name].due, self.tracked[name].waited = "", 0
         return {name: (one, name in selecting) for name, one in passes.items()}
 
     def _pass(self, tracked: Tracked, count: int) -> RequestPass:
@@ -200,13 +198,8 @@ class Planner:
 
     def _asks(self, tracked: Tracked, one: RequestPass) -> bool:
         policy = tracked.policy
-        refreshes = policy.refreshes() or tracked.blind
-        asks = policy.selects_after if one.ends_prompt else one.kind == SLOW and refreshes
+        asks = policy.selects_after if one.ends_prompt else one.kind == SLOW and policy.refreshes()
         return tracked.slot != NO_SLOT and asks
-
-    def _put_off(self, tracked: Tracked, one: RequestPass) -> RequestPass:
-        tracked.due, tracked.waited, tracked.blind = one.reason, tracked.waited + 1, tracked.blind or one.ends_prompt
-        return one if tracked.blind else RequestPass.decode("")
 
     def _enter(self, tracked: Tracked, request_pass: RequestPass, *, selects: bool, opens: bool) -> Entry:
         state, start = tracked.state, tracked.state.length
@@ -229,7 +222,7 @@ class Planner:
     def _step(self, tracked: Tracked) -> None:
         # what the workers will have packed by the end of the step is known here
         state, policy, config = tracked.state, tracked.policy, tracked.policy.config
-        if (policy.selects_after and not tracked.blind) if state.slow else policy.chooses:
+        if policy.selects_after if state.slow else policy.chooses:
             state.note_packed(config.sink, config.budget)
         elif state.slow:
             state.note_packed(config.sink, 0)

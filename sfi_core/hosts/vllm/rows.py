@@ -1,34 +1,33 @@
-"""The decoding rows of vLLM's batch as the rows of one launch, in buffers at fixed addresses, as CUDA graphs need them.
+"""The decoding rows of vLLM's batch as the rows of one call a layer, in buffers at fixed addresses, as graphs need.
 
-A row finds its packed memory by the descriptor's SLOT, its blocks in vLLM's own table. One without a slot reads
-everything. The launch always has room for the evidence of `EVIDENCE` rows, more than a step asks for; once the model
-has run, outside the graph, all layers select from it together.
+A row finds what is kept of it by the descriptor's SLOT, its blocks in vLLM's own table. One without a slot reads
+everything. In a graph there is room for the evidence of `EVIDENCE` rows, more than a step asks for; once the model has
+run, outside the graph, all layers select from it together. On a CPU a layer selects at once, for any number of rows.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from sfi_core.engine import select
-from sfi_core.engine.batch_pass import Descriptors, Requests
+from sfi_core.engine.attend import end_prompts
+from sfi_core.engine.batch_pass import Descriptors
 from sfi_core.engine.layer import Layer
+from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.policies.base import EvidencePolicy, Policy
+from sfi_core.hosts.vllm.plan import NO_SLOT
+from sfi_core.observers.events import SelectionEvent
+from sfi_core.policies.base import Selection
+from sfi_kernels.compiled import fastest
 from sfi_kernels.decode_attention import decode_attention, resident_programs, split_plan, work_items
-from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step
+from sfi_kernels.step_descriptor import IDLE, SLOW, StepDescriptor, StepRequest, describe_step, sent
 
 EVIDENCE = 2  # rows that select anew after a step; others wait for the next one
-PADDING = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0, slot=0)
-
-
-def shares_launch(backend: str, policy: Policy, *, audits: bool) -> bool:
-    """Say whether the decoding rows are those of one launch: a policy selects from its evidence, or nothing."""
-    plain = not policy.selects_after or isinstance(policy, EvidencePolicy)
-    return backend == "triton" and plain and not (policy.chooses or audits)
+PADDING = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0, slot=NO_SLOT)
 
 
 def evidence_numbers(query_heads: int, longest: int) -> int:
@@ -36,114 +35,163 @@ def evidence_numbers(query_heads: int, longest: int) -> int:
     return EVIDENCE * query_heads * (longest + 1)
 
 
-@dataclass(slots=True)
-class KnownOnly(Descriptors):
-    """Keeps what the host knows of a pass by slot, for a launch whose rows are others; describes nothing itself."""
+class SlotDescriptors(Descriptors):
+    """Describes a pass by slot, for selections, without work items: attention has other rows."""
 
-    known: list[StepRequest] = field(default_factory=list)
+    def _describe(self, requests: Sequence[StepRequest]) -> StepDescriptor:
+        return describe_step(requests, 0, self.device)
 
-    def describe(self, known: Requests) -> tuple[StepDescriptor, StepDescriptor | None]:
-        """See `Descriptors`."""
-        self.known = known.requests
-        nothing = torch.empty(0, dtype=torch.int32, device=self.device)
-        step = StepDescriptor(nothing, self.store.batch, (), (), 0)
-        return step, step
+
+class Described(NamedTuple):
+    """The rows of a pass: a descriptor for the layers, and for `dense_layers`; and each row's slot.
+
+    `slot_R`, int64, has for a row without one the number behind all. `longest` bounds the rows' tokens.
+    """
+
+    steps: tuple[StepDescriptor, StepDescriptor]
+    slots: tuple[int, ...]
+    slot_R: torch.Tensor
+    longest: int
 
 
 class RowLaunch:
     """Attends with the decoding rows of a pass, and selects from their evidence.
 
-    A batch of decoding rows alone, which a graph may hold, has descriptors of its own for each number of rows: one for
-    the layers, one for `dense_layers` if there are any. `evidence` has a flat float32 buffer of each layer that
-    selects.
+    A batch of decoding rows alone, which a graph may hold, has descriptors of its own for each number of rows.
+    `evidence` has a flat float32 buffer of each layer that selects in a graph. By layer, `queries` are the last of each
+    slot, [slots + 1, H, G, D], and `outs` the outputs, if somebody watches: the last place is that of all other rows.
     """
 
     def __init__(self, run: Run, evidence: dict[int, torch.Tensor]) -> None:
-        """Launch for a run whose rows are slots."""
-        self.run, self.evidence = run, evidence
-        self.known = run.descriptors = KnownOnly(run.store, run.device)
-        self._alone: dict[int, list[StepDescriptor]] = {}
-        self._mixed: list[StepDescriptor] = []
-        self._heads: dict[int, tuple[int, int]] = {}  # KV heads, and queries of each
+        """Launch for a run whose rows are slots, and whose layers and groups of heads are known."""
+        self.run, self.evidence, self.on_gpu = run, evidence, run.store.backend == "triton"
+        run.descriptors = SlotDescriptors(run.store, run.device)
+        run.describe([RequestPass()] * run.store.batch, [0] * run.store.batch)  # a graph is recorded before any pass
+        self._alone: dict[int, Described] = {}
+        self._now: Described | None = None  # of the pass under way
+        self.queries: dict[int, torch.Tensor] = {}
+        self.outs: dict[int, torch.Tensor] = {}
+        for index in sorted(run.layers):
+            key, value, _ = run.store.pages(index).tensors
+            places = run.store.batch + 1, key.shape[1], run.groups[index]
+            self.queries[index] = key.new_zeros(*places, key.shape[3])
+            if run.watchers:
+                self.outs[index] = value.new_zeros(*places, value.shape[3])
+        self._diagnostics: dict[int, dict[str, torch.Tensor]] = {}
 
     def prepare(self, rows: int) -> None:
         """Allocate the descriptors of a batch of decoding rows alone, idle, before a graph may be recorded."""
         if rows not in self._alone:
-            count = 1 + bool(self.run.policy.config.dense_layers)
-            self._alone[rows] = [self._described([PADDING] * rows) for _ in range(count)]
+            self._alone[rows] = self._described([PADDING] * rows, [NO_SLOT] * rows)
 
-    def describe(self, requests: Sequence[StepRequest], *, alone: bool) -> None:
-        """Describe the rows of the pass that begins, padding included."""
-        kinds = [requests]
-        if self.run.policy.config.dense_layers:
-            kinds.append([replace(one, mode=SLOW, wanted=False) if one.decodes else one for one in requests])
+    def describe(self, requests: Sequence[StepRequest], slots: Sequence[int], *, alone: bool) -> None:
+        """Describe the rows of the pass that begins, padding included; `slots` are those whose queries are kept."""
+        self._now = self._described(requests, slots, self._alone.get(len(requests)) if alone else None)
         if alone:
-            self.prepare(len(requests))
-            known = self._alone[len(requests)]
-            self._alone[len(requests)] = [self._described(*pair) for pair in zip(kinds, known, strict=True)]
-        elif requests:
-            self._mixed = [self._described(kind) for kind in kinds]
+            self._alone[len(requests)] = self._now
 
-    def _described(self, requests: Sequence[StepRequest], known: StepDescriptor | None = None) -> StepDescriptor:
-        heads, programs = self.run.store.heads, resident_programs(self.run.device)
-        items, into = work_items(len(requests), heads, programs), None if known is None else known.buffer
-        step = describe_step(requests, items, self.run.device, into)
+    def _described(
+        self, requests: Sequence[StepRequest], slots: Sequence[int], known: Described | None = None
+    ) -> Described:
+        first = self._step(requests, known and known.steps[0].buffer)
+        steps = first, first
+        if self.run.policy.config.dense_layers:
+            dense = [replace(one, mode=SLOW, wanted=False) if one.decodes else one for one in requests]
+            steps = first, self._step(dense, known and known.steps[1].buffer)
+        places = torch.tensor([self.run.store.batch if slot == NO_SLOT else slot for slot in slots])
+        longest = self.run.store.capacity if self.on_gpu else max(one.length for one in requests)
+        return Described(steps, tuple(slots), sent(places, self.run.device, known and known.slot_R), longest)
+
+    def _step(self, requests: Sequence[StepRequest], into: torch.Tensor | None) -> StepDescriptor:
+        device, heads = self.run.device, self.run.store.heads
+        if not self.on_gpu:
+            return describe_step(requests, 0, device, into)
+        programs = resident_programs(device)
+        step = describe_step(requests, work_items(len(requests), heads, programs), device, into)
         split_plan.triton(step, heads, programs)
-        return replace(step, longest=self.run.store.capacity, padding=EVIDENCE - len(step.slow))
+        # a graph makes the same launches whatever the rows are
+        padding, every = EVIDENCE - len(step.slow), tuple(range(len(requests)))
+        return replace(step, longest=self.run.store.capacity, padding=padding, fast=every)
 
     def attend(
         self, index: int, query_RHGD: torch.Tensor, out_RHGE: torch.Tensor, table_RP: torch.Tensor, *, alone: bool,
         **options: Any,
     ) -> None:  # fmt: skip
         """Attend with the rows that were described last, in place of `out_RHGE`; `options` are those of `Layer`."""
-        run, R = self.run, len(query_RHGD)
-        steps = self._alone[R] if alone else self._mixed
-        step = steps[-1 if index in run.policy.config.dense_layers else 0]
+        run, described = self.run, self._alone[len(query_RHGD)] if alone else self._now
+        assert described is not None, "the rows have been described"
+        layer, pseudo = Layer(run, index, **options), None
+        step, table_RP = described.steps[layer.left_dense], table_RP[: len(query_RHGD)]
+        query_RHG1D = query_RHGD.unsqueeze(3)
+        if layer.chooses:
+            selections, pseudo = select.choose(layer, step, query_RHG1D, described.longest, table_RP)
+            self._diagnostics[index] = {name: x for one in selections for name, x in one.diagnostics.items()}
         # a dense layer reads no packed rows, and has none
         segment = run.segments.get(index) or next(iter(run.segments.values()))
-        pages, into = run.store.pages(index), self.evidence.get(index)
-        _, H, G, _ = query_RHGD.shape
-        self._heads[index], run.options[index] = (H, G), options
-        decode_attention.triton(
-            query_RHGD.unsqueeze(3), segment.key_BHSD, segment.value_BHSE, segment.length_BH, pages.key_PHND,
-            pages.value_PHNE, table_RP[:R], step, **options, evidence=into is not None, into=into,
-            out=out_RHGE.unsqueeze(3),
+        packed, pages = (segment.key_BHSD, segment.value_BHSE), layer.pages.tensors[:2]
+        by = fastest(layer.backend, run.device, *pages, *(() if layer.chooses else packed))
+        result = decode_attention.on(by)(
+            query_RHG1D, *packed, segment.length_BH, *pages, table_RP, step, **layer.options,
+            evidence=run.policy.refreshes() and not layer.left_dense, into=self.evidence.get(index),
+            out=out_RHGE.unsqueeze(3), pseudo=pseudo, position_BHS=segment.position_BHS if layer.chooses else None,
         )  # fmt: skip
+        self.queries[index].index_copy_(0, described.slot_R, query_RHGD)
+        if self.outs:
+            self.outs[index].index_copy_(0, described.slot_R, out_RHGE)
+        if self.on_gpu or result.logits_BHGWT is None:
+            return
+        # PyTorch's backend selects for one request after the other
+        for row, logits_HG1T in zip(step.slow, result.logits_BHGWT, strict=True):
+            slot = described.slots[row]
+            handed = select.Handed(layer, logits_HG1T[None, ..., : run.requests[slot].length])
+            select.hand_over(layer, (slot,), self._query(index, slot), handed)
 
-    def refresh(self, slots: dict[int, int]) -> None:
-        """Select anew for slow requests, given the place of their evidence by slot, in all layers that select."""
-        rows, longest = tuple(slots), max(self.run.requests[slot].length for slot in slots)
-        for index in sorted(self.evidence):
-            logits, sums = self._parts(index, [*slots.values()], longest)
-            handed = select.Handed(Layer(self.run, index, **self.run.options[index]), logits, sums)
-            select.hand_over(handed.layer, rows, self._no_query(index, len(rows)), handed)
+    def refresh(self, slots: Sequence[int]) -> None:
+        """Select anew for slow requests from the evidence that a graph has left, in the order of their rows."""
+        if not (slots and self.evidence):
+            return
+        longest = max(self.run.requests[slot].length for slot in slots)
+        for index, numbers in sorted(self.evidence.items()):
+            shape = EVIDENCE, *self.queries[index].shape[1:3], 1, self.run.store.capacity
+            logits, sums = numbers[: math.prod(shape)], numbers[math.prod(shape) :][: math.prod(shape[:4])]
+            query = torch.cat([self._query(index, slot) for slot in slots])
+            seen = logits.view(shape)[: len(slots), ..., :longest], sums.view(shape[:4])[: len(slots)]
+            handed = select.Handed(Layer(self.run, index, **self.run.options[index]), *seen)
+            select.hand_over(handed.layer, tuple(slots), query, handed)
 
-    def end_prompt(self, run: Run, place: int | None) -> None:
-        """Make the first selection of a request whose prompt ended with a single token, in a `run` of its own.
+    def finish(self) -> None:
+        """Tell the observer what the layers have chosen, and show the watchers what they have seen."""
+        run = self.run
+        if run.policy.chooses and SelectionEvent in run.observer.wants and run.batch_pass.fast:
+            self._tell_choices(run.batch_pass.fast)
+        for index in sorted(self.outs):
+            layer = Layer(run, index, **run.options[index])
+            run.tell(layer, self.queries[index][:-1].unsqueeze(3), self.outs[index][:-1].unsqueeze(3))
 
-        Without a place in the evidence it keeps its sinks until a slow step selects.
-        """
-        for index in sorted(run.segments):
-            layer = Layer(run, index, **self.run.options[index])
-            query = self._no_query(index, 1)
-            if place is None or index not in self.evidence:
-                select.put((layer,), (0,), select.nothing(query))
-                continue
-            length = run.requests[0].length
-            window = min(run.policy.config.window_prefill, length)
-            query = run.prompt_queries.with_kept(layer, query)[:, :, :, -window:]
-            logits = layer.logits((0,), query)
-            logits[:, :, :, -1:], _ = self._parts(index, [place], length)  # nobody has kept the last query
-            select.refresh((layer,), (0,), query, (partial(torch.clone, logits), None))
+    def _tell_choices(self, slots: Sequence[int]) -> None:
+        # the segments have the chosen positions behind the sinks
+        run, described, config = self.run, self._now, self.run.policy.config
+        assert described is not None, "the pass has been described"
+        rows, places = [described.slots.index(slot) for slot in slots], {slot: at for at, slot in enumerate(slots)}
+        for index, segment in sorted(run.segments.items()):
+            chosen = [segment.position_BHS[slot, :, run.requests[slot].sink(config.sink) :] for slot in slots]
+            index_BHK = torch.stack([pad(one, (0, config.budget), value=-1)[:, : config.budget] for one in chosen])
+            diagnostics = {name: value[rows] for name, value in self._diagnostics[index].items()}
+            select.note(run, (index,), places, Selection(index_BHK, diagnostics))
 
-    def _parts(self, index: int, places: Sequence[int], longest: int) -> tuple[torch.Tensor, torch.Tensor]:
-        # the evidence in some places: logits [R, H, G, 1, longest], and their sums
-        shape = EVIDENCE, *self._heads[index], 1, self.run.store.capacity
-        numbers, rows = math.prod(shape), [slice(place, place + 1) for place in places]
-        logits = self.evidence[index][:numbers].view(shape)
-        sums = self.evidence[index][numbers:][: math.prod(shape[:4])].view(shape[:4])
-        return torch.cat([logits[row, ..., :longest] for row in rows]), torch.cat([sums[row] for row in rows])
+    def rest(self) -> None:
+        """Let the rows idle, so that a dummy pass of as many changes nothing that is kept, or selects."""
+        rows = len(self._now.slots) if self._now is not None else 0
+        if rows in self._alone and (self.run.kept or not self.on_gpu):
+            self._alone[rows] = self._described([PADDING] * rows, [NO_SLOT] * rows, self._alone[rows])
 
-    def _no_query(self, index: int, rows: int) -> torch.Tensor:
-        key_PHND = self.run.store.pages(index).key_PHND
-        return key_PHND.new_zeros(rows, *self._heads[index], 1, key_PHND.shape[3])
+    def end_prompt(self, run: Run, slot: int) -> None:
+        """Do for a prompt's piece of a single token, of a `run` of its own, what is done for longer ones."""
+        for index in sorted(self.queries):
+            query = self._query(index, slot)
+            out = self.outs[index][slot : slot + 1].unsqueeze(3) if self.outs else query
+            end_prompts(run, index, query, out, **self.run.options[index])
+
+    def _query(self, index: int, slot: int) -> torch.Tensor:
+        # the last query of a slot, [1, H, G, 1, D]
+        return self.queries[index][slot : slot + 1].unsqueeze(3)

@@ -1,16 +1,17 @@
-"""The worker's side: a `Run` over vLLM's paged cache, whose rows are slots, not rows of the batch.
+"""The worker's side: a `Run` over vLLM's paged cache, which has the state of slots and their selections.
 
-On a GPU `rows.RowLaunch` attends with the batch's own rows; the run then has the state of slots and their selections.
+`rows.RowLaunch` attends with the batch's own decoding rows, vLLM's backend with prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
 
-from sfi_core.engine.attend import attend, end_prompts
+from sfi_core.engine.attend import end_prompts, prepare_layers
+from sfi_core.engine.batch_pass import known_requests
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
@@ -32,6 +33,7 @@ class BorrowedPages(PagedView):
         table_BP = torch.zeros(slots, -(-capacity // page_size), dtype=torch.int32, device=device)
         super().__init__(backend, page_size, table_BP)
         self._normed, self._device = [0] * slots, device
+        self._needed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # page and place of new tokens, by layer
 
     def borrow(
         self, layer: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, norm_X: torch.Tensor | None = None
@@ -47,20 +49,28 @@ class BorrowedPages(PagedView):
         """Forget which norms a slot has: it gets another request."""
         self._normed[slot] = 0
 
-    def new_tokens(self, lengths: Mapping[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return page and place of the tokens, up to `lengths` by slot, whose norms are not known; they will be."""
+    def need_norms(self, lengths: Mapping[int, int], layers: Iterable[int]) -> None:
+        """Say up to which lengths, by slot, selections need the norms of some layers' keys."""
         spans = [(slot, torch.arange(self._normed[slot], length)) for slot, length in lengths.items()]
         for slot, length in lengths.items():
             self._normed[slot] = length
         slot_X = torch.cat([torch.full_like(token_T, slot) for slot, token_T in spans])
         slot_X, token_X = sent(torch.stack([slot_X, torch.cat([token_T for _, token_T in spans])]), self._device)
-        return self.block_table_BP[slot_X, token_X // self.page_size].long(), token_X % self.page_size
+        places = self.block_table_BP[slot_X, token_X // self.page_size].long(), token_X % self.page_size
+        self._needed.update(dict.fromkeys(layers, places))
 
-    def note_norms(self, layer: int, page_X: torch.Tensor, place_X: torch.Tensor) -> None:
-        """Compute and store the norms of keys that a selection will need."""
-        pages = self.layers[layer]
-        norm_XH = torch.linalg.vector_norm(pages.key_PHND[page_X, :, place_X], dim=-1, dtype=torch.float32)
-        pages.norm_PHN[page_X, :, place_X] = norm_XH
+    def note_norms(self, *layers: int) -> None:
+        """Compute the norms that are needed of some layers, once; of all by default."""
+        for layer in layers or [*self._needed]:
+            if layer in self._needed:
+                (page_X, place_X), pages = self._needed.pop(layer), self.layers[layer]
+                norm_XH = torch.linalg.vector_norm(pages.key_PHND[page_X, :, place_X], dim=-1, dtype=torch.float32)
+                pages.norm_PHN[page_X, :, place_X] = norm_XH
+
+    def norms(self, layer: int, page_RHP: torch.Tensor) -> torch.Tensor:
+        """See `KVStore`."""
+        self.note_norms(layer)
+        return super().norms(layer, page_RHP)
 
     def grow(self, capacity: int) -> None:
         """Raise `ValueError` beyond vLLM's `max_model_len`: the cache cannot grow."""
@@ -87,36 +97,24 @@ def kept_of(policy: Policy, shape: SegmentShape, slots: int, query_heads: int, l
 class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
-    `rows` are the batch's: each row's first token in the batch, and its entry. `whole` are the places of those that
-    vLLM's own attention computes: prompts, and, without one launch for all, requests without a slot. `slot_R` are the
-    slots of the other rows, `token_R` their tokens in the batch; with the launch both are empty, and its rows are
-    the first `launched` ones. `table_RP` are vLLM's blocks. `fresh` are the tokens whose norms the pass needs, if any.
+    `rows` are the batch's: each row's first token in the batch, and its entry. The first `launched` ones, of a token
+    each, are those of the launch; vLLM's own attention computes the others.
     """
 
     rows: Sequence[tuple[int, Entry]]
-    whole: tuple[int, ...]
-    slot_R: torch.Tensor
-    token_R: torch.Tensor
-    table_RP: torch.Tensor
-    launched: int = 0
-    fresh: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def prompts(self) -> list[tuple[int, Entry]]:
-        """Rows that read a piece of a prompt into a slot, by vLLM's attention."""
-        return [(first, e) for first, e in self.rows[self.launched :] if not e.decode and e.slot != NO_SLOT]
+    launched: int
 
 
 class WorkerEngine:
     """The engine of one worker process over vLLM's cache, `store`.
 
-    `run` has all decoding rows; a prompt under way has a run of its own over its slot. `plan` is the scheduler's of the
-    forward pass under way, and `entered` the pass; both are None in dummy passes.
+    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `plan` is the scheduler's of
+    the forward pass under way, and `entered` the pass; both are None in dummy passes.
     """
 
-    def __init__(self, run: Run, store: BorrowedPages, split: int = 1, launch: RowLaunch | None = None) -> None:
+    def __init__(self, run: Run, store: BorrowedPages, launch: RowLaunch, split: int = 1) -> None:
         """Take a run over vLLM's cache, with all layers known; a block of the scheduler's is `split` pages."""
-        self.run, self.store, self.split, self.launch = run, store, split, launch
+        self.run, self.store, self.launch, self.split = run, store, launch, split
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
         self.plan: Plan | None = None
@@ -144,25 +142,24 @@ class WorkerEngine:
         """
         if self.entered is not None:
             return self.entered
-        slotted = [(place, e) for place, (_, e) in enumerate(rows) if e.slot != NO_SLOT]
-        # the launch reads vLLM's table; what selects, and prompts, do so by slot
-        self._copy_table([(p, e) for p, e in slotted if self.launch is None or e.selects or not e.decode], table_RP)
+        slotted, run = [(place, e) for place, (_, e) in enumerate(rows) if e.slot != NO_SLOT], self.run
+        # the launch reads vLLM's table; what selects or learns, and prompts, do so by slot
+        every = bool(run.kept or run.watchers)
+        self._copy_table([(place, e) for place, e in slotted if every or e.selects or not e.decode], table_RP)
         for _, entry in slotted:
             if not entry.decode:
                 self._read(entry)
-        decoding = {e.slot: e.request_pass for _, e in slotted if e.decode}
-        if decoding:
-            self.run.begin([decoding.get(slot, RequestPass()) for slot in range(self.store.batch)])
-        lengths = {e.slot: e.length for _, e in slotted if e.selects}
-        launched, at = 0, [(e.slot, rows[place][0]) for place, e in slotted if e.decode]
-        if self.launch is not None:
-            launched, at = len(rows) if padded else sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows)), []
-            requests = [self._request(entry) for _, entry in rows[:launched]]
-            self.launch.describe([*requests, *[PADDING] * (padded - launched)], alone=padded > 0)
-        slot_R, token_R = sent(torch.tensor(at, dtype=torch.int64).view(-1, 2).T, table_RP.device)
-        whole = [p for p, (_, e) in enumerate(rows) if p >= launched and not (e.decode and e.slot != NO_SLOT)]
-        fresh = self.store.new_tokens(lengths) if lengths else None
-        self.entered = MatchedPass(rows, tuple(whole), slot_R, token_R, table_RP, launched, fresh)
+        if lengths := {e.slot: e.length for _, e in slotted if e.selects}:
+            self.store.need_norms(lengths, run.segments)
+        if decoding := {e.slot: e.request_pass for _, e in slotted if e.decode}:
+            run.begin([decoding.get(slot, RequestPass()) for slot in range(self.store.batch)])
+            prepare_layers(run, run.batch_pass.fast, run.requests)
+        launched = len(rows) if padded else sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
+        if launched:
+            entries, more = [entry for _, entry in rows[:launched]], max(0, padded - launched)
+            requests = [*map(self._request, entries), *[PADDING] * more]
+            self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more], alone=padded > 0)
+        self.entered = MatchedPass(rows, launched)
         return self.entered
 
     def _copy_table(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor) -> None:
@@ -172,68 +169,51 @@ class WorkerEngine:
             self.store.block_table_BP[slot_R, :used] = table_RP[row_R, :used].int()
 
     def _request(self, entry: Entry) -> StepRequest:
-        # a row of the launch: as its slot's state says, or dense
-        assert self.launch is not None, "there is a launch"
+        # a row of the launch: as its slot's state says, or dense, a prompt's token too
         if entry.decode and entry.slot != NO_SLOT:
-            return replace(self.launch.known.known[entry.slot], slot=entry.slot, wanted=entry.selects)
-        state = RequestState() if entry.slot == NO_SLOT else self._reading[entry.slot].requests[0]
-        return StepRequest(
-            mode=SLOW, length=entry.length, recent_start=state.recent_start, packed=0, slot=0,
-            sink=state.sink(self.run.policy.config.sink), wanted=entry.selects,
-        )  # fmt: skip
+            (known,), _ = known_requests([entry.request_pass], [self.run.requests[entry.slot]], self.run.policy)
+            return replace(known, slot=entry.slot, wanted=entry.selects)
+        length = entry.length
+        return StepRequest(mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False)
 
-    def attend(self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, **options: Any) -> None:
-        """Attend with the pass's decoding rows, and select for prompts; queries by KV head, `options` of `Layer`.
+    def attend(
+        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, *, alone: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Attend with the pass's decoding rows, and select for prompts, whose outputs are already set.
 
-        The outputs of `MatchedPass.whole` are already set.
+        Queries by KV head, `options` of `Layer`; `alone` are rows of a token each, which a graph may hold.
         """
-        entered = self.entered
-        assert entered is not None, "the pass has been entered"
-        if entered.launched and self.launch is not None:
-            operands = query_XHGD[: entered.launched], out_XHGE[: entered.launched], entered.table_RP
-            self.launch.attend(layer, *operands, alone=False, **options)
-        if entered.fresh is not None and (self.launch is None or entered.prompts):
-            self.store.note_norms(layer, *entered.fresh)
-        if len(entered.slot_R):
-            query_BHGD = query_XHGD.new_zeros(self.store.batch, *query_XHGD.shape[1:])
-            query_BHGD.index_copy_(0, entered.slot_R, query_XHGD.index_select(0, entered.token_R))
-            out_BHGE = attend(self.run, layer, query_BHGD.unsqueeze(3), **options)[:, :, :, 0]
-            out_XHGE.index_copy_(0, entered.token_R, out_BHGE.index_select(0, entered.slot_R))
-        for first, entry in entered.prompts:
-            tokens = slice(first, first + entry.count)
-            query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
-            end_prompts(self._reading[entry.slot], layer, query, out, **options)
+        entered = None if alone else self.entered
+        if count := len(query_XHGD) if entered is None else entered.launched:
+            self.launch.attend(layer, query_XHGD[:count], out_XHGE[:count], table_RP, alone=alone, **options)
+        for first, entry in () if entered is None else entered.rows[count:]:
+            if entry.slot != NO_SLOT:
+                tokens = slice(first, first + entry.count)
+                query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
+                end_prompts(self._reading[entry.slot], layer, query, out, **options)
 
     def leave(self) -> None:
         """Leave the pass, after vLLM's model."""
         self.plan, entered, self.entered = None, self.entered, None
         if entered is None:
             return
-        if self.launch is not None:
-            self._select(self.launch, entered)
         slotted = [entry for _, entry in entered.rows if entry.slot != NO_SLOT]
+        launched = [entry for _, entry in entered.rows[: entered.launched] if entry.slot != NO_SLOT]
         if any(entry.decode for entry in slotted):
+            self.launch.finish()
+            self.launch.refresh([entry.slot for entry in launched if entry.decode and entry.selects])
             self.run.end_pass()
+        for entry in launched:
+            if not entry.decode:
+                self.launch.end_prompt(self._reading[entry.slot], entry.slot)
+        self.store.note_norms()
+        self.launch.rest()
         for entry in slotted:
             if not entry.decode:
                 self._reading[entry.slot].end_pass()
                 if entry.request_pass.ends_prompt:
                     self.run.step = self._reading.pop(entry.slot).step
-
-    def _select(self, launch: RowLaunch, entered: MatchedPass) -> None:
-        # from the evidence of the launch; prompts of several tokens have selected already
-        launched = [entry for _, entry in entered.rows[: entered.launched]]
-        places = {e.slot: place for place, e in enumerate(e for e in launched if e.selects)}
-        if places and entered.fresh is not None and not entered.prompts:
-            for layer in self.run.segments:
-                self.store.note_norms(layer, *entered.fresh)
-        if slow := {e.slot: places[e.slot] for e in launched if e.decode and e.selects}:
-            launch.refresh(slow)
-        for entry in launched:
-            if entry.slot != NO_SLOT and entry.request_pass.ends_prompt:
-                launch.end_prompt(self._reading[entry.slot], places.get(entry.slot))
-            elif entry.slot != NO_SLOT and not entry.decode:  # its query is lost, and those before are not the last
-                self._reading[entry.slot].prompt_queries.layers.clear()
 
     def _read(self, entry: Entry) -> None:
         if entry.opens:

@@ -9,11 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from numba.core import event
 
 from sfi_core.engine.ledger import Meter
 from sfi_kernels import compiled
 from sfi_kernels.compiled import telling
+from sfi_kernels.dense_attention import dense_attention
 
 pytest.importorskip("numba")
 
@@ -85,11 +87,27 @@ def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path
 
 
 def test_numba_may_be_switched_off_or_broken(monkeypatch):
-    ask = compiled.why_not.__wrapped__  # not what has been told before
+    ask = compiled.missing.__wrapped__  # not what has been told before
     monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
     assert ask() == "NUMBA_DISABLE_JIT is set"
     monkeypatch.setitem(sys.modules, "numba.core", None)
     assert ask().startswith("not importable: ")
+
+
+def cannot(*numbers):
+    open(numbers)  # noqa: PTH123, SIM115 - numba knows no files
+
+
+def test_the_reference_computes_where_a_loop_does_not_compile(monkeypatch, caplog):
+    monkeypatch.setattr(compiled.Failure, "why", "")
+    monkeypatch.setattr("sfi_kernels.loops.attention.attend", compiled.entry(cannot))
+    key, table, length = torch.ones(1, 1, 16, 8), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    operands = torch.ones(1, 1, 1, 1, 8), key, 3 * key, table, length
+    for _ in range(2):
+        assert dense_attention.on("numba")(*operands, scale=1.0).eq(3).all()
+    assert compiled.fastest("torch", key.device, key) == "torch"
+    assert "numba does not compile" in compiled.why_not()
+    assert caplog.text.count("sfi goes on in PyTorch's operators") == 1
 
 
 def test_vllm_may_look_into_what_numba_brought():

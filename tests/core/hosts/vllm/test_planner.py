@@ -395,7 +395,7 @@ def test_the_plugin_stays_out_of_another_version(monkeypatch, caplog):
 
 
 def test_slow_rows_take_turns_where_there_is_evidence_for_two():
-    """Who waits longest comes first, and reads fast meanwhile; a prompt that ends with one token comes before all."""
+    """Who waits longest comes first, and reads fast meanwhile; a prompt's end has its own queries, and room besides."""
     config = SfiConfig().replace(**SMALL | {"t_max": 4, "slow_start": 1})
     host = FakeScheduler(config, slots=5, evidence=2)
     for name in "abcde":
@@ -408,19 +408,3 @@ def test_slow_rows_take_turns_where_there_is_evidence_for_two():
     reports = {name: ended.report() for name, ended in host.run().items()}
     assert [reports[name]["slow_at"] for name in "ae"] == [[0, 5, 10], [0, 7]]
     assert reports["e"]["reasons"] == {"first": 1, "t_max": 1}
-
-
-def test_a_prompt_whose_last_token_finds_no_room_attends_to_everything_until_a_slow_step():
-    config = SfiConfig().replace(**SMALL | {"slow_start": 1})
-    host = FakeScheduler(config, evidence=2)
-    for name in "abc":
-        host.add(name, 21, [5] * 5)
-    steps = [host.step() for _ in range(5)]
-    assert [e.selects for e in steps[2].values()] == [True, True, False]
-    assert [[e.request_pass.kind == SLOW for e in entries.values()] for entries in steps[3:]] == [
-        [False, False, True], [False] * 3,
-    ]  # fmt: skip
-    assert [e.selects for e in steps[3].values()] == [False, False, True]
-    report = host.run()["c"].report()
-    assert report["slow_at"] == [0, 1]
-    assert report["reasons"] == {"first": 2}

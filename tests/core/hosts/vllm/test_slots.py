@@ -1,4 +1,4 @@
-"""Inside vLLM, in plain numbers: what slots take, which row is which entry, and vLLM's part of a batch."""
+"""Inside vLLM, in plain numbers: what slots take, which row is which entry, and what vLLM's kernel attends with."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, part_of
+from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
 from sfi_core.hosts.vllm.plan import Entry
 from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, kept_of
 from sfi_core.settings.config import SfiConfig
@@ -20,7 +20,6 @@ SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, d
 LAYERS, SLOTS, LONGEST = 3, 5, 1000
 SFI = untriggered("sfi", CONFIG)
 ROWS = packed_rows(SFI, LONGEST)
-NONE = torch.empty(0, dtype=torch.int64)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
@@ -124,31 +123,22 @@ class Common(SimpleNamespace):
         return Common(**vars(self) | changes)
 
 
-@pytest.mark.parametrize(("whole", "together"), [((1, 2), True), ((0, 2), False)])
-def test_part_is_a_batch_of_its_own(whole: tuple[int, ...], together: bool) -> None:
-    """Its rows are the batch's, whether they lie together or not."""
+def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own() -> None:
     lengths = torch.tensor([20, 33, 5, 0]).int()
     rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
     table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
     common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
-    part = part_of(common, MatchedPass(rows, whole, NONE, NONE, NONE), lambda made: made)
-    assert part is not None
-    (made, tokens), chosen = part, [rows[place] for place in whole]
-    counts = [entry.count for _, entry in chosen]
-    assert made.query_start_loc.tolist() == [0, counts[0], sum(counts)]
-    assert made.seq_lens.tolist() == [entry.length for _, entry in chosen]
-    assert made.block_table_tensor.tolist() == table[list(whole)].tolist()
-    places = [j for first, entry in chosen for j in range(first, first + entry.count)]
-    assert made.slot_mapping.tolist() == [100 + j for j in places]
-    assert (made.max_query_len, made.max_seq_len) == (5, max(entry.length for _, entry in chosen))
-    assert isinstance(tokens, slice) is together
-    assert torch.arange(9)[tokens].tolist() == places
-
-
-@pytest.mark.parametrize("whole", [(), (0, 1)])
-def test_no_part_of_all_or_nothing(whole: tuple[int, ...]) -> None:
-    rows = [(0, entry(0, 19)), (1, entry(1, 30, 3))]
-    assert part_of(None, MatchedPass(rows, whole, NONE, NONE, NONE), lambda made: made) is None
+    rest = rest_of(common, MatchedPass(rows, 1), lambda made: made)
+    assert rest is not None
+    made, tokens = rest
+    assert made.query_start_loc.tolist() == [0, 3, 8]
+    assert made.seq_lens.tolist() == [33, 5]
+    assert made.block_table_tensor.tolist() == table[1:3].tolist()
+    assert made.slot_mapping.tolist() == list(range(101, 109))
+    assert (made.max_query_len, made.max_seq_len) == (5, 33)
+    assert tokens == slice(1, 9)
+    for launched in (0, 3):
+        assert rest_of(None, MatchedPass(rows, launched), lambda made: made) is None
 
 
 def test_codescans_slots_hold_codes_and_no_rows() -> None:

@@ -10,7 +10,7 @@ from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
 from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.rows import RowLaunch, evidence_numbers, shares_launch
+from sfi_core.hosts.vllm.rows import RowLaunch, evidence_numbers
 from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.policies import policy_class
 from sfi_core.triggers.trigger import Trigger
@@ -72,13 +72,11 @@ class Server:
         run.layers.update(range(LAYERS))
         for layer in range(LAYERS):
             run.segment(layer)
-        launch = None
-        if backend == "triton":
-            assert shares_launch(backend, policy, audits=False)
-            numbers = evidence_numbers(H * G, LONGEST)
-            evidence = {layer: torch.empty(numbers, device=self.device) for layer in range(LAYERS)}
-            launch = RowLaunch(run, evidence)
-        self.engine = WorkerEngine(run, store, launch=launch)
+            run.groups[layer] = G
+        numbers = evidence_numbers(H * G, LONGEST)
+        evidence = {layer: torch.empty(numbers, device=self.device) for layer in range(LAYERS)}
+        launch = RowLaunch(run, evidence if backend == "triton" else {})
+        self.engine = WorkerEngine(run, store, launch)
         self.random = torch.Generator().manual_seed(3)
         self.table = torch.zeros(PADDED, LONGEST // N, dtype=torch.int32, device=self.device)
         self.operands = [torch.zeros(LAYERS, PADDED, H, G, D, device=self.device) for _ in range(2)]
@@ -98,7 +96,7 @@ class Server:
         ]
         for layer, (_, key, value) in enumerate(new):
             self._write(layer, rows, key, value)
-        alone = self.engine.launch is not None and first == len(rows)
+        alone = first == len(rows)
         if alone and self.recorder is not None and self.graph is None:
             self.engine.launch.prepare(PADDED)
             self.graph = self.recorder(self._launched)  # before any plan
@@ -114,9 +112,9 @@ class Server:
             outs = list(out[:, :first].clone())
         for layer, (query, *_) in enumerate(new if not alone else ()):
             out = torch.full((first, H, G, D), torch.nan, device=self.device)
-            for place in one.whole:
+            for place in range(one.launched, len(rows)):
                 self._attend(layer, *rows[place], self.table[place], query, out)
-            self.engine.attend(layer, query.view(first, H, G, D), out, **OPTIONS)
+            self.engine.attend(layer, query.view(first, H, G, D), out, self.table, alone=False, **OPTIONS)
             outs.append(out)
         self.engine.leave()
         return torch.stack(outs).cpu()
@@ -125,7 +123,7 @@ class Server:
         # the layers of a pass as a graph has them
         for layer in range(LAYERS):
             query, out = (operand[layer] for operand in self.operands)
-            self.engine.launch.attend(layer, query, out, self.table, alone=True, **OPTIONS)
+            self.engine.attend(layer, query, out, self.table, alone=True, **OPTIONS)
 
     def _write(self, layer: int, rows: list[tuple[int, Entry]], *new: torch.Tensor) -> None:
         # as vLLM's `reshape_and_cache_flash` is documented: slot = block * tokens of a block + token
@@ -200,6 +198,21 @@ def test_replayed_decoding_rows_equal_request_by_request(monkeypatch: pytest.Mon
     recorder = FakeRecorder()
     assert_same(Server("triton", strided=True, recorder=recorder), Server("torch", strided=False))
     assert (recorder.tapes, recorder.plays) == (1, 6)
+
+
+def test_a_dummy_pass_changes_nothing() -> None:
+    """As many rows as the pass before had, one of which selected anew; nobody has planned it."""
+    server = Server("torch", strided=True)
+    request = Request(0, 0, [3, 9, 4, 11, 7, 1])
+    server.step((request, request.entry(prompt(70), opens=True)))
+    server.step((request, request.entry(SLOW_STEP)))
+    before = [segment.position_BHS.clone() for segment in server.engine.run.segments.values()]
+    server.operands[0].normal_()
+    server.engine.attend(0, *(operand[0] for operand in server.operands), server.table, alone=True, **OPTIONS)
+    server.engine.run.end_pass()
+    assert not server.operands[1][0].any()
+    after = [segment.position_BHS for segment in server.engine.run.segments.values()]
+    assert all(map(torch.equal, before, after))
 
 
 def test_fast_steps_read_a_part() -> None:
