@@ -288,7 +288,7 @@ def test_the_kernels_document_has_the_keys_that_scripts_rely_on():
     assert code == 0
     assert set(document) >= {"rows", "compiled", "machine"}
     ops = {row["op"] for row in document["rows"]}
-    rivals = {"dense.sdpa", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa"}
+    rivals = {"dense.sdpa", "project.torch", "prompt.sdpa", "prompt.piece", "prompt.piece.sdpa"}
     assert ops == {*KernelSettings().ops, *rivals}
     for row in document["rows"]:
         assert set(row) >= KERNEL_KEYS
