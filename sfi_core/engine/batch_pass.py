@@ -88,7 +88,7 @@ class BatchPass:
 
     `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most cached
     tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are `ended`, too. Rows
-    that decode are `slow` (g_t = 1) or `fast`. `dense` has every decoding request slow, for `dense_layers`; None
+    that decode, in other passes, are `slow` (g_t = 1) or `fast`. `dense` has all of them slow, for `dense_layers`; None
     without those. `chosen` has the `Rows` made so far, which all layers share.
     """
 
@@ -104,6 +104,7 @@ class BatchPass:
         )
         self.ended = tuple(row for row, request in enumerate(passes) if request.ends_prompt)
         self.decodes = bool(self.slow or self.fast)
+        assert not (self.prompts and self.decodes), "prompts are read in passes of their own"
         self.chosen: dict[tuple[int, ...], Rows] = {}
 
     def descriptor_of(self, *, left_dense: bool) -> StepDescriptor:

@@ -1,4 +1,4 @@
-"""Passes in which each request does its own, and which query of a verification selects."""
+"""Passes in which each request reads or decodes in a way of its own, and which query of a verification selects."""
 
 import pytest
 import torch
@@ -58,17 +58,18 @@ def prompt(count: int, *, ends: bool = True) -> RequestPass:
     return RequestPass.prompt(count, ends=ends)
 
 
-PASSES = (  # of three requests: two read their prompts in pieces while others decode
+PASSES = (  # of three requests: prompts in one piece, two and three, and steps of both kinds
     (prompt(20), prompt(30, ends=False), prompt(12, ends=False)),
-    (FAST_STEP, prompt(3), prompt(9, ends=False)),  # 3: fewer than the first selection has queries
-    (FAST_STEP, SLOW_STEP, prompt(2)),
+    (REST, prompt(3), prompt(9, ends=False)),  # 3: fewer than the first selection has queries
+    (REST, REST, prompt(2)),
+    (FAST_STEP, SLOW_STEP, FAST_STEP),
     (FAST_STEP, FAST_STEP, SLOW_STEP),
     (SLOW_STEP, REST, FAST_STEP),
 )
 
 
 @pytest.mark.parametrize("backend", first(["torch", "triton"]))
-def test_each_request_of_a_mixed_pass_does_what_it_does_alone(backend: str):
+def test_each_request_of_a_pass_does_what_it_does_alone(backend: str):
     together = Driven(0, 1, 2, backend=backend)
     alone = [Driven(request, backend=backend) for request in range(3)]
     for passes in PASSES:
@@ -101,6 +102,13 @@ def test_a_slow_request_may_bring_several_tokens():
     one_by_one = torch.cat([single.go(SLOW_STEP)[0] for _ in range(3)], 2)
     torch.testing.assert_close(out, one_by_one, rtol=1e-5, atol=1e-6)
     assert several.packed(0) == single.packed(0)
+
+
+def test_no_request_reads_its_prompt_while_another_decodes():
+    driven = Driven(0, 1)
+    driven.go(prompt(20), prompt(8, ends=False))
+    with pytest.raises(AssertionError, match="passes of their own"):
+        driven.go(FAST_STEP, prompt(3))
 
 
 def test_a_pass_says_what_it_is():
