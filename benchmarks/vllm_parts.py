@@ -144,9 +144,9 @@ def equality(asked: argparse.Namespace, engine: str) -> dict[str, Any]:
 
 def speed(asked: argparse.Namespace, engine: str) -> dict[str, Any]:
     """Measure tokens/s of decoding at every point that fits into the cache and the time."""
-    batches, contexts, steps = BATCHES, CONTEXTS, STEPS
-    if asked.dry_run:
-        batches, contexts, steps = (1, 2), (64, 128), 8
+    batches: Sequence[int] = (1, 2) if asked.dry_run else BATCHES
+    contexts: Sequence[int] = (64, 128) if asked.dry_run else CONTEXTS
+    steps = 8 if asked.dry_run else STEPS
     room = contexts[-1] + steps + SPARE
     tiny = {"budget": 16, "recent": 8, "sink": 4} if asked.dry_run else {}
     fits = {} if asked.dry_run else {"hf_overrides": {"max_position_embeddings": room}}

@@ -84,7 +84,7 @@ class Watch:
             state = run.requests[row]
             if one.generates:
                 whole = layer.index, row, 0, state.length
-                packed = [] if layer.left_dense else run.segments[layer.index].position_BHS[row]
+                packed = [] if layer.left_dense else run.segment(layer.index).position_BHS[row]
                 own = Seen(
                     state.step,
                     state.slow,

@@ -81,7 +81,7 @@ def choose_early(run: Run, index: int, query: Callable[[], torch.Tensor]) -> Non
     left to do.
     """
     batch_pass, dense = run.batch_pass, run.policy.config.dense_layers
-    if batch_pass.prompts or not batch_pass.fast or index not in run.layers or index in dense:
+    if not batch_pass.fast or index not in run.layers or index in dense:
         return
     layer = Layer(run, index, **run.options[index])
     if run.attend is None:
@@ -137,20 +137,7 @@ def count_attention(run: Run, step: StepDescriptor, layer: int) -> None:
 
 
 def _attend(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-    batch_pass = layer.batch_pass
-    if not batch_pass.prompts:
-        return _decode(layer, query_BHGTD)
-    if not batch_pass.decodes:
-        return _prefill(layer, batch_pass.prompts, slice(None), query_BHGTD)
-    # prompts and decoding in one pass, as vLLM mixes them: a launch for each prompt, one for all that decode
-    queries = layer.step.queries
-    B, H, G, T, _ = query_BHGTD.shape
-    out = query_BHGTD.new_zeros(B, H, G, T, layer.pages.value_PHNE.shape[3])
-    out[:, :, :, -queries:] = _decode(layer, query_BHGTD[:, :, :, -queries:])
-    for row in batch_pass.prompts:
-        only = slice(row, row + 1)
-        out[only] = _prefill(layer, (row,), only, query_BHGTD)
-    return out
+    return (_prefill if layer.batch_pass.prompts else _decode)(layer, query_BHGTD)
 
 
 def _decode(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
@@ -183,27 +170,28 @@ def _of(layer: Layer, rows: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch
     return query_BHGTD[layer.run.rows(rows).request_R.long()]
 
 
-def _prefill(layer: Layer, prompts: tuple[int, ...], rows: slice, query_BHGTD: torch.Tensor) -> torch.Tensor:
+def _prefill(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     # first pieces that PyTorch can attend: no soft cap, no learned sinks
-    run, begin = layer.run, not any(layer.batch_pass.start[row] for row in prompts)
+    run, prompts = layer.run, layer.batch_pass.prompts
+    begin = not any(layer.batch_pass.start[row] for row in prompts)
     plain = layer.options["soft_cap"] is None and layer.options["sink_HG"] is None
     first = begin and plain and layer.new is not None and has_fused(query_BHGTD, *layer.new)
     run.meter.count("sdpa.prompt" if first else "triton.prefill_attention", len(prompts))
     with run.observer.span("attention.dense", layer.index, layer.moved_bytes(prompts, dense=True)):
         if first:
-            return attend_to_itself(layer, prompts, query_BHGTD)[rows]
+            return attend_to_itself(layer, query_BHGTD)
         if layer.ring is not None:
-            return _attend_staged(layer, prompts, query_BHGTD)[rows]
+            return _attend_staged(layer, query_BHGTD)
         return dense_attention.triton(
-            query_BHGTD[rows], layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP[rows],
-            layer.batch_pass.descriptor.length_B[rows], **layer.options,
+            query_BHGTD, layer.pages.key_PHND, layer.pages.value_PHNE, run.store.block_table_BP,
+            layer.batch_pass.descriptor.length_B, **layer.options,
         )  # fmt: skip
 
 
-def _attend_staged(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
+def _attend_staged(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
     # prompt by prompt, whose pages are brought to the device first
     out = query_BHGTD.new_zeros(*query_BHGTD.shape[:4], layer.pages.value_PHNE.shape[3])
-    for row in prompts:
+    for row in layer.batch_pass.prompts:
         only, staged = slice(row, row + 1), layer.run.store.staged(layer.index, row, layer.run.requests[row].length)
         length_1 = layer.batch_pass.descriptor.length_B[only]
         out[only] = dense_attention.triton(query_BHGTD[only], *staged, length_1, **layer.options)
@@ -218,15 +206,14 @@ def has_fused(query_BHGTD: torch.Tensor, key_BHTD: torch.Tensor, value_BHTE: tor
     return can_use_flash_attention(SDPAParams(*operands, None, 0.0, True, query_BHGTD.shape[2] > 1))
 
 
-def attend_to_itself(layer: Layer, prompts: tuple[int, ...], query_BHGTD: torch.Tensor) -> torch.Tensor:
-    """Attend causally with the first pieces in some rows; tokens and outputs as in `attend`."""
+def attend_to_itself(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
+    """Attend causally with prompts' first pieces; tokens and outputs as in `attend`."""
     assert layer.new is not None, "the host has handed over the piece's keys"
-    key, value = layer.new
-    B, T, count = len(query_BHGTD), query_BHGTD.shape[3], layer.batch_pass.count
-    if len(prompts) == B and all(tokens == T for tokens in count):
+    (key, value), T, count = layer.new, query_BHGTD.shape[3], layer.batch_pass.count
+    if all(tokens == T for tokens in count):
         return _causal(query_BHGTD, key, value, layer)
     out = query_BHGTD.new_zeros(*query_BHGTD.shape[:4], value.shape[3])
-    for row in prompts:
+    for row in layer.batch_pass.prompts:
         only, new = slice(row, row + 1), slice(T - count[row], T)
         parts = query_BHGTD[only, :, :, new], key[only, :, new], value[only, :, new]
         out[only, :, :, new] = _causal(*parts, layer)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch.nn.functional import pad
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.policies.base import Policy
@@ -87,9 +86,10 @@ class BatchPass:
     """One forward pass; made new for each pass and then only read.
 
     `start` and `count` are each request's cached tokens before the pass and its new ones, `longest` the most cached
-    tokens after it. The rows that read a piece of their prompt are `prompts`; with its end they are `ended`, too. Rows
-    that decode are `slow` (g_t = 1) or `fast`. `dense` has every decoding request slow, for `dense_layers`; None
-    without those. `chosen` has the `Rows` made so far, which all layers share.
+    tokens after it. The rows that read a piece of their prompt are `prompts`. All prompts end together, as `ended`:
+    they are padded on the left, so that a row that has begun has a token in every column. Rows that decode, in other
+    passes, are `slow` (g_t = 1) or `fast`. `dense` has all of them slow, for `dense_layers`; None without those.
+    `chosen` has the `Rows` made so far, which all layers share.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class BatchPass:
         )
         self.ended = tuple(row for row, request in enumerate(passes) if request.ends_prompt)
         self.decodes = bool(self.slow or self.fast)
+        assert not (self.prompts and self.decodes), "prompts are read in passes of their own"
+        assert self.ended in ((), self.prompts), "prompts end together"
         self.chosen: dict[tuple[int, ...], Rows] = {}
 
     def descriptor_of(self, *, left_dense: bool) -> StepDescriptor:
@@ -222,13 +224,6 @@ class PromptQueries(Watcher):
 
     def with_kept(self, layer: SeenLayer, query_BHGTD: torch.Tensor) -> torch.Tensor:
         """Return the prompts' last queries, those of the new piece included, padded on the left."""
-        query, T, count = query_BHGTD, query_BHGTD.shape[3], layer.batch_pass.count
         before = self.layers.get(layer.index)
-        if before is not None and all(tokens == T for tokens in count):
-            query = torch.cat([before.query_BHGTD, query], 3)
-        elif before is not None:  # drop the padding between a request's old and new queries
-            pairs = zip(before.query_BHGTD, query, count, strict=True)
-            rows = [torch.cat([old, new[:, :, T - tokens :]], 2) for old, new, tokens in pairs]
-            width = max(row.shape[2] for row in rows)
-            query = torch.stack([pad(row, (0, 0, width - row.shape[2], 0)) for row in rows])
+        query = query_BHGTD if before is None else torch.cat([before.query_BHGTD, query_BHGTD], 3)
         return query if self.window is None else query[:, :, :, -self.window :]

@@ -123,7 +123,7 @@ class Run:
         self.begin(ledger.plan_step(self.policy, self.requests))
 
     def begin(self, passes: Sequence[RequestPass]) -> None:
-        """Enter a forward pass; `passes` says what each request does in it."""
+        """Enter a forward pass, of prompts or of decoding requests; `passes` says what each does in it."""
         # a prompt's pieces are one step, which the first prompts' last piece begins, but a later prompt's first piece
         ends_first_prompts = self.step < 0 and any(request.generates for request in passes)
         continues_prompt = self._batch_pass is not None and not self._batch_pass.generates
@@ -143,7 +143,7 @@ class Run:
         if BeginStepEvent in self.observer.wants:
             batch_pass = self.batch_pass
             event = BeginStepEvent(
-                step=self.step, slow=self.requests_of(sorted((*batch_pass.prompts, *batch_pass.slow))),
+                step=self.step, slow=self.requests_of((*batch_pass.prompts, *batch_pass.slow)),
                 fast=self.requests_of(batch_pass.fast), reads_prompt=bool(batch_pass.prompts),
                 not_replayed=self.meter.not_replayed,
             )  # fmt: skip
@@ -165,8 +165,7 @@ class Run:
             self.written.remove(layer)
             return store.pages(layer)
         coded = self.policy.coded and layer not in self.policy.config.dense_layers
-        decodes = batch_pass.decodes and not batch_pass.prompts
-        if coded and decodes and store.backend == "triton" and store.whole_on_device:
+        if coded and batch_pass.decodes and store.backend == "triton" and store.whole_on_device:
             self.late[layer] = key_BHTD, value_BHTE
             return store.pages(layer)
         appended = step.append_start_B, step.append_count_B, batch_pass.start, batch_pass.count
@@ -180,7 +179,7 @@ class Run:
         """
         store, batch_pass, step = self.store, self.batch_pass, self.batch_pass.descriptor
         plain = store.backend == "triton" and layer in store.layers and store.ring(layer) is None
-        if not plain or batch_pass.prompts or not batch_pass.decodes:
+        if not plain or not batch_pass.decodes:
             return None
         store.grow(batch_pass.longest)
         self.written.add(layer)

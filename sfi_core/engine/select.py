@@ -53,14 +53,14 @@ def select(
 
 
 def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | None:
-    """Pack a selection into the layers' segments, or its positions where attention reads in place; return a recall."""
-    if selection.recall is not None:
-        return selection.recall
+    """Pack a selection into the layers' segments, but where attention reads in place: there each step chooses first.
+
+    Return a recall from the host, if there is any.
+    """
     layer, run = layers[0], layers[0].run
+    if selection.recall is not None or layer.in_place:
+        return selection.recall
     with run.observer.span("pack", layer.index):
-        if layer.in_place:
-            _note_positions(layer, rows.requests, selection)
-            return None
         if len(layers) > 1 and layer.backend == "torch":
             pages = [(each.pages.key_PHND, each.pages.value_PHNE, *run.segment(each.index).tensors) for each in layers]
             pack_layers(pages, run.store.block_table_BP, rows.requests[0], selection.index_BHK, rows.sink_R)
@@ -72,23 +72,6 @@ def pack(layers: Sequence[Layer], rows: Rows, selection: Selection) -> Recall | 
                 selection.heads_BH,
             )  # fmt: skip
         return recall
-
-
-def _note_positions(layer: Layer, rows: tuple[int, ...], selection: Selection) -> None:
-    # as `pack` writes them; a tensor at a time, because a step does this in every layer
-    run, K = layer.run, selection.index_BHK.shape[2]
-    segment = run.segment(layer.index)
-    for place, row in enumerate(rows):
-        heads = slice(None) if selection.heads_BH is None else selection.heads_BH[place]
-        index_HK = selection.index_BHK[place, heads]
-        sink = run.requests[row].sink(run.policy.config.sink)
-        segment.reserve(sink + K)
-        position_HS = segment.position_BHS[row]
-        if position_HS.shape[1] > sink + K:
-            position_HS[heads, sink + K :] = -1
-        sinks_S = torch.arange(sink, dtype=torch.int32, device=index_HK.device)
-        position_HS[heads, : sink + K] = torch.cat([sinks_S.expand(len(index_HK), -1), index_HK], 1)
-        segment.length_BH[row, heads] = (index_HK >= 0).sum(1, dtype=torch.int32).add_(sink)
 
 
 def choose(

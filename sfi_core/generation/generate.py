@@ -45,7 +45,6 @@ def read_prompt(
     window: int | None = None,
     engine: EngineOptions = DEFAULTS,
     page_size: int | None = None,
-    on_prefill: Callable[[int, int], None] | None = None,
 ) -> SharedPrompt:
     """Read prompts densely, for `generate(..., shared=...)` to decode from under any policy.
 
@@ -63,9 +62,8 @@ def read_prompt(
     with session_on(model, tokenizer, config, policy="full-kv", engine=plain, page_size=page_size) as session:
         check_fits(session.forecast(B, T, capacity, chunk), model.device)
         decoder = Decoder(
-            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=chunk, watchers=(keeper,),
-            on_prefill=on_prefill,
-        )  # fmt: skip
+            session=session, ids_BT=ids_BT, mask_BT=mask_BT, capacity=capacity, chunk=chunk, watchers=(keeper,)
+        )
         began = clock()
         logits_BV = decoder.prefill()
         seconds = clock() - began

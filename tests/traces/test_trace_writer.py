@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfi_core.distributed.ranks import Ranks
-from sfi_core.errors import RankLostError, TraceError
+from sfi_core.errors import RankLostError
 from sfi_core.machine import files
 from sfi_core.observers.events import BeginStepEvent, SelectionEvent
 from sfi_traces import ParquetObserver, Trace
@@ -17,7 +17,6 @@ from sfi_traces.record import writer as trace_writer
 from sfi_traces.record.folder import PartFiles, describe_run
 from sfi_traces.record.rows import TraceRows
 from sfi_traces.record.writer import TraceWriter, next_parts
-from tests.traces.made import make_trace
 from tests.traces.small import rows
 from tests.traces.told import HEADS, Told, run_event, step_event, wait_for
 
@@ -230,9 +229,3 @@ def test_without_the_other_rank_the_first_one_goes_on_alone(tmp_path, monkeypatc
     ours = [row for row in told[0].rows["supports"] if row["step"] == last]
     assert len(rows(trace, "supports", step=last)) == len(ours)
     assert len(rows(trace, "supports")) > len(told[0].rows["supports"])
-
-
-def test_a_trace_of_each_rank_by_itself_is_one_line(tmp_path):
-    folder = make_trace(tmp_path / "run", rank=1, ranks=2)
-    with pytest.raises(TraceError, match=r"must be of all ranks, got a part that an earlier sfi wrote; record the run"):
-        Trace.open(folder)

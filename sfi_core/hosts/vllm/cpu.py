@@ -2,12 +2,12 @@
 
 vLLM's own kernels for CPUs keep the keys of a block transposed. A single key lies there in as many cache lines as it
 has numbers, so that a method that reads chosen tokens moves most of the keys. Layers that sfi manages are therefore
-written and read here: decoding by compiled loops, prompts by PyTorch's flash attention.
+written here, and their prompts read, by PyTorch's flash attention; `rows.RowLaunch` attends with decoding rows.
 """
 
 import logging
 from functools import cache
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,27 +46,18 @@ class RowImpl(cpu_attn.CPUAttentionBackendImpl):
             )
             return whole
         say_by_what()
-        starts = attn_metadata.query_start_loc.tolist()
-        counts = [stop - start for start, stop in pairwise(starts)]
-        first = 0
-        for count, same in groupby(counts):
-            rows = slice(first, first := first + len([*same]))
-            tokens = slice(starts[rows.start], starts[rows.stop])
-            if count:
-                output[tokens] = self._alike(query[tokens], kv_cache, attn_metadata, rows).view_as(output[tokens])
+        H, (*_, heads, D) = self.num_kv_heads, query.shape
+        key_PHND, value_PHNE = kv_cache[..., :D], kv_cache[..., D:]
+        sink_HG = None if self.sinks is None else self.sinks.view(H, -1)
+        options = {"scale": self.scale, "soft_cap": self.logits_soft_cap or None, "sink_HG": sink_HG}
+        for row, (start, stop) in enumerate(pairwise(attn_metadata.query_start_loc.tolist())):
+            if start < stop:
+                where = (x[row : row + 1] for x in (attn_metadata.block_table, attn_metadata.seq_lens))
+                query_1HGWD = query[start:stop].view(-1, H, heads // H, D).permute(1, 2, 0, 3)[None]
+                by = fastest("torch", query.device, key_PHND, value_PHNE) if stop - start <= FEW else "torch"
+                out_1HGWE = dense_attention.on(by)(query_1HGWD, key_PHND, value_PHNE, *where, **options)
+                output[start:stop] = out_1HGWE[0].permute(2, 0, 1, 3).reshape(output[start:stop].shape)
         return output
-
-    def _alike(self, query_XQD: torch.Tensor, kv_cache: torch.Tensor, metadata: Any, rows: slice) -> torch.Tensor:
-        # of neighbors with as many tokens each, [tokens, heads, E]
-        H, B, (*_, heads, D) = self.num_kv_heads, rows.stop - rows.start, query_XQD.shape
-        query_BHGWD = query_XQD.reshape(B, -1, H, heads // H, D).permute(0, 2, 3, 1, 4)
-        key, value = kv_cache[..., :D], kv_cache[..., D:]
-        by = fastest("torch", query_XQD.device, key, value) if query_BHGWD.shape[3] <= FEW else "torch"
-        out_BHGWE = dense_attention.on(by)(
-            query_BHGWD, key, value, metadata.block_table[rows], metadata.seq_lens[rows], scale=self.scale,
-            soft_cap=self.logits_soft_cap or None, sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
-        )  # fmt: skip
-        return out_BHGWE.permute(0, 3, 1, 2, 4).reshape(len(query_XQD), heads, -1)
 
 
 @cache

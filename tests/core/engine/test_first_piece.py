@@ -21,16 +21,15 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def piece(dtype: torch.dtype, count: tuple[int, ...]) -> tuple[SimpleNamespace, torch.Tensor]:
     query, key, value = (torch.randn(B, H, *group, T, D).to(dtype) for group in ((G,), (), ()))
-    layer = SimpleNamespace(new=(key, value), batch_pass=SimpleNamespace(count=count), logit_options={"scale": 0.3})
-    return layer, query
+    batch_pass = SimpleNamespace(count=count, prompts=tuple(row for row in range(B) if count[row]))
+    return SimpleNamespace(new=(key, value), batch_pass=batch_pass, logit_options={"scale": 0.3}), query
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [(T, T, T), (7, T, 0)])
 def test_each_request_attends_causally_to_its_own_tokens(dtype: torch.dtype, count: tuple[int, ...]):
     layer, query = piece(dtype, count)
-    rows = tuple(row for row in range(B) if count[row])
-    out = attend.attend_to_itself(layer, rows, query)
+    out = attend.attend_to_itself(layer, query)
     assert (out.shape, out.dtype) == ((B, H, G, T, D), dtype)
     for row, own in enumerate(count):
         assert (out[row, :, :, : T - own] == 0).all()

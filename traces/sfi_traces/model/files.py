@@ -71,7 +71,7 @@ SCHEMA = _table(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a trace's manifest; raises `TraceError` where there is none, if it breaks the schema, or is of one rank."""
+    """Read a trace's manifest; raises `TraceError` where there is none, or if it breaks the schema."""
     try:
         document = parse_json(read_file(folder / MANIFEST))
         version = document["schema_version"]
@@ -82,14 +82,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     if type(version) is int and version > SCHEMA_VERSION:
         raise TraceError(f"trace {folder} has schema {version}, this sfi reads 1 to {SCHEMA_VERSION}; upgrade sfi")
     try:
-        manifest: dict[str, Any] = SCHEMA.model_validate(document).model_dump(exclude_unset=True)
+        return SCHEMA.model_validate(document).model_dump(exclude_unset=True)
     except ValidationError as error:
         raise TraceError(f"trace {folder} has a {MANIFEST} {_fault(error)}") from error
-    if "rank" in manifest and manifest.get("ranks", 1) > 1:
-        raise TraceError(
-            f"trace {folder} must be of all ranks, got a part that an earlier sfi wrote; record the run again"
-        )
-    return manifest
 
 
 def _fault(error: ValidationError) -> str:

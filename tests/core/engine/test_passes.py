@@ -1,4 +1,4 @@
-"""Passes in which each request does its own, and which query of a verification selects."""
+"""Passes in which each request reads or decodes in a way of its own, and which query of a verification selects."""
 
 import pytest
 import torch
@@ -58,17 +58,18 @@ def prompt(count: int, *, ends: bool = True) -> RequestPass:
     return RequestPass.prompt(count, ends=ends)
 
 
-PASSES = (  # of three requests: two read their prompts in pieces while others decode
-    (prompt(20), prompt(30, ends=False), prompt(12, ends=False)),
-    (FAST_STEP, prompt(3), prompt(9, ends=False)),  # 3: fewer than the first selection has queries
-    (FAST_STEP, SLOW_STEP, prompt(2)),
+PASSES = (  # of three requests: prompts of 20, 33 and 23 tokens in pieces, and steps of both kinds
+    (REST, prompt(13, ends=False), prompt(3, ends=False)),
+    (prompt(17, ends=False),) * 3,
+    (prompt(3),) * 3,  # fewer than the first selection has queries
+    (FAST_STEP, SLOW_STEP, FAST_STEP),
     (FAST_STEP, FAST_STEP, SLOW_STEP),
     (SLOW_STEP, REST, FAST_STEP),
 )
 
 
 @pytest.mark.parametrize("backend", first(["torch", "triton"]))
-def test_each_request_of_a_mixed_pass_does_what_it_does_alone(backend: str):
+def test_each_request_of_a_pass_does_what_it_does_alone(backend: str):
     together = Driven(0, 1, 2, backend=backend)
     alone = [Driven(request, backend=backend) for request in range(3)]
     for passes in PASSES:
@@ -85,11 +86,13 @@ def test_each_request_of_a_mixed_pass_does_what_it_does_alone(backend: str):
     assert together.run.meter.paths == sum((d.run.meter.paths for d in alone), start=type(together.run.meter.paths)())
 
 
-def test_a_request_that_reads_on_gets_no_token():
+def test_a_piece_gives_no_token_before_the_last():
     driven = Driven(0, 1)
-    driven.go(prompt(20), prompt(8, ends=False))
-    assert [state.tokens for state in driven.run.requests] == [[5], []]
-    assert [event.request for event in driven.seen.steps] == [0]
+    driven.go(prompt(20, ends=False), REST)
+    assert not driven.seen.steps
+    driven.go(prompt(8), prompt(8))
+    assert [state.tokens for state in driven.run.requests] == [[5], [5]]
+    assert [event.request for event in driven.seen.steps] == [0, 1]
 
 
 def test_a_slow_request_may_bring_several_tokens():
@@ -101,6 +104,17 @@ def test_a_slow_request_may_bring_several_tokens():
     one_by_one = torch.cat([single.go(SLOW_STEP)[0] for _ in range(3)], 2)
     torch.testing.assert_close(out, one_by_one, rtol=1e-5, atol=1e-6)
     assert several.packed(0) == single.packed(0)
+
+
+@pytest.mark.parametrize(
+    ("passes", "rule"),
+    [((FAST_STEP, prompt(3)), "passes of their own"), ((prompt(3, ends=False), prompt(3)), "together")],
+)
+def test_prompts_are_read_to_one_end_and_while_none_decodes(passes: tuple[RequestPass, ...], rule: str):
+    driven = Driven(0, 1)
+    driven.go(prompt(20), prompt(8))
+    with pytest.raises(AssertionError, match=rule):
+        driven.go(*passes)
 
 
 def test_a_pass_says_what_it_is():
