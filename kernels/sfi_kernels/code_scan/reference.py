@@ -46,10 +46,10 @@ def code_tokens(
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor, append.reference)
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
-        if numbers[step.MODE] >= step.FAST and (own := numbers[step.SLOT]) >= 0:
+        if numbers[step.MODE] >= step.FAST and (slot := numbers[step.SLOT]) >= 0:
             start, stop = numbers[step.LENGTH] - numbers[step.QUERIES], numbers[step.LENGTH]
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
-            codes.word_BHWT[own, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[own], codes.encode_BHWDC[own])
+            codes.word_BHWT[slot, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[slot], codes.encode_BHWDC[slot])
     if query_BHGD is not None:
         keep_queries(query_BHGD, descriptor, codes)
 
@@ -103,18 +103,18 @@ def code_scan(
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[step.MODE] != step.FAST:
             continue
-        first, stop, own = (numbers[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.SLOT))
+        first, stop, slot = (numbers[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.SLOT))
         count = stop - first
-        value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, own, first, stop)
+        value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, slot, first, stop)
         chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
         if count > budget:
-            logits_HGT = scanned(query_BHGD[row], codes, own, scale)[..., first:stop]
+            logits_HGT = scanned(query_BHGD[row], codes, slot, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
             for name, value_H in diagnosed(logits_HGT, chosen).items() if diagnoses else ():
                 diagnostics[name][row] = value_H
         K = chosen.shape[1]
         index_BHK[row, :, :K] = chosen + first
-        write_row(position_BHS, length_BH, own, first, index_BHK[row, :, :K])
+        write_row(position_BHS, length_BH, slot, first, index_BHK[row, :, :K])
     return Choice(index_BHK, PseudoToken(logit_BHG, value_BHE), diagnostics)
 
 

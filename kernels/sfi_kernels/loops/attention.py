@@ -144,17 +144,17 @@ def attend(
             out = out_BHWGE[b, h].reshape(Q, out_BHWGE.shape[4])
             logits = logits_BHGT[b, h, :, 0:] if len(logits_BHGT) else room[:0, 0:]
             start_head(most, total, out)
-            own = np.int64(slot_B[b])
-            packed = length_BH[own, h] if own >= 0 else np.int32(0)
+            slot = np.int64(slot_B[b])
+            packed = length_BH[slot, h] if slot >= 0 else np.int32(0)
             if S > 0:
                 for i in range(packed):
-                    row[i] = ((own * H + h) * S + i) * packed_pitch
+                    row[i] = ((slot * H + h) * S + i) * packed_pitch
                 read_rows(
                     kind, packed_key, packed_value, half_packed_key, half_packed_value, row, packed, query, cap, room,
                     most, total, out, room[:0, 0:],
                 )  # fmt: skip
                 packed = 0
-            position = position_BHS[max(own, 0), h, :packed]
+            position = position_BHS[max(slot, 0), h, :packed]
             n = rows_of_positions(position, start_B[b], stop_B[b], table_BP[b], H, h, N, pitch, row)
             shared = n - max(tokens - 1, 0)
             for w in range(

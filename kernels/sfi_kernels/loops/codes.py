@@ -277,35 +277,35 @@ def code_scan(
     centered, words = np.empty(len(key), F), word_BHWT.reshape(word_BHWT.size)
     for b in range(len(step_BX)):
         mode, first, stop = step_BX[b, MODE], step_BX[b, ALLOWED_START], step_BX[b, ALLOWED_STOP]
-        own = np.int64(step_BX[b, SLOT])  # the row of what is kept
-        if mode < FAST or own < 0:
+        slot = np.int64(step_BX[b, SLOT])  # the row of what is kept
+        if mode < FAST or slot < 0:
             continue
         n = max(stop - first, 0)
         logits = np.empty((query_BHGD.shape[2], n if n > K else 0), F)
         for h in range(begin, end):
             for t in range(step_BX[b, LENGTH] - step_BX[b, QUERIES], step_BX[b, LENGTH]):
                 _read(key_XD, half_key_XD, kind, _row(table_BP[b], t, H, h, N, pitch), key)
-                _code(key, mean_BHD[own, h], encode_BHWDC[own, h], centered, word_BHWT[own, h, :, t])
+                _code(key, mean_BHD[slot, h], encode_BHWDC[slot, h], centered, word_BHWT[slot, h, :, t])
             if mode != FAST:
                 continue
-            known = summed_BH[own, h]
+            known = summed_BH[slot, h]
             if known == 0:
                 known = first
-                scale_row(sum_BHE[own, h], F(0))
+                scale_row(sum_BHE[slot, h], F(0))
             for t in range(known, stop):
                 _read(value_XE, half_value_XE, kind, _row(table_BP[b], t, H, h, N, pitch), value)
-                add_row(value, F(1), sum_BHE[own, h])
-            summed_BH[own, h] = max(known, stop)
-            add_row(sum_BHE[own, h], F(1) / F(max(1, max(known, stop) - first)), value_BHE[b, h])
+                add_row(value, F(1), sum_BHE[slot, h])
+            summed_BH[slot, h] = max(known, stop)
+            add_row(sum_BHE[slot, h], F(1) / F(max(1, max(known, stop) - first)), value_BHE[b, h])
             index = index_BHK[b, h]
             if n > K:
-                begin_X = (own * H + h) * W * T + first
-                _scan(query_BHGD[b, h], words, begin_X, T, mean_BHD[own, h], query_BHWCD[own, h], scale, logits)
+                begin_X = (slot * H + h) * W * T + first
+                _scan(query_BHGD[b, h], words, begin_X, T, mean_BHD[slot, h], query_BHWCD[slot, h], scale, logits)
                 _choose(logits, rest, index, logit_BHG[b, h], unread_BHC[b, h])
-            position = position_BHS[own, h]  # the sinks, the chosen positions, and -1
+            position = position_BHS[slot, h]  # the sinks, the chosen positions, and -1
             for i in range(len(position)):
                 position[i] = i if i < first else -1
             for i in range(min(n, K)):
                 index[i] = first + (index[i] if n > K else i)
                 position[first + i] = index[i]
-            length_BH[own, h] = first + min(n, K)
+            length_BH[slot, h] = first + min(n, K)

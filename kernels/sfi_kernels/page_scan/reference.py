@@ -55,24 +55,24 @@ def page_scan(
     ahead_BHK, cosine_BH = index_BHK.clone(), torch.zeros(B, H, device=length_BH.device)
     for row, words in enumerate(descriptor.table_BX.tolist()):
         first, stop, length = (words[word] for word in (step.ALLOWED_START, step.ALLOWED_STOP, step.LENGTH))
-        if words[step.MODE] < step.FAST or (own := words[step.SLOT]) < 0:
+        if words[step.MODE] < step.FAST or (slot := words[step.SLOT]) < 0:
             continue
         length -= words[step.QUERIES] * early
-        _renew(key_PHND, block_table_BP[row], pages, own, length - words[step.QUERIES], length, page)
+        _renew(key_PHND, block_table_BP[row], pages, slot, length - words[step.QUERIES], length, page)
         if words[step.MODE] != step.FAST:
             continue
-        bound_HGP = bounds(query_BHGD[row], *(part_BHPD[own, :, : -(-length // page)] for part_BHPD in pages))
+        bound_HGP = bounds(query_BHGD[row], *(part_BHPD[slot, :, : -(-length // page)] for part_BHPD in pages))
         score_HP = group_scores(bound_HGP, scale) if grouped or last is not None else bound_HGP.amax(1)
         index_HK = read_HK = best_pages(score_HP, page, (first, stop), budget)
         index_BHK[row, :, : index_HK.shape[1]] = index_HK
         if last is not None:
-            now, before_HK = length % 2, last.index_B2HK[own, 1 - length % 2, :, : index_HK.shape[1]]
-            cosine_BH[row] = pooled_cosine(query_BHGD[row], last.query_B2HGD[own, 1 - now])
+            now, before_HK = length % 2, last.index_B2HK[slot, 1 - length % 2, :, : index_HK.shape[1]]
+            cosine_BH[row] = pooled_cosine(query_BHGD[row], last.query_B2HGD[slot, 1 - now])
             read_HK = torch.where(cosine_BH[row, :, None] < tau, index_HK, before_HK)
             next_HK = best_pages(score_HP, page, (first, max(first, length + 1 - recent)), budget)
             ahead_BHK[row, :, : next_HK.shape[1]] = next_HK
-            last.query_B2HGD[own, now], last.index_B2HK[own, now] = query_BHGD[row], ahead_BHK[row]
-        write_row(position_BHS, length_BH, own, first, read_HK)
+            last.query_B2HGD[slot, now], last.index_B2HK[slot, now] = query_BHGD[row], ahead_BHK[row]
+        write_row(position_BHS, length_BH, slot, first, read_HK)
     if last is None:
         return Choice(index_BHK)
     return Choice(index_BHK, None, {"query_cosine": cosine_BH} if diagnoses else {}, cosine_BH < tau, ahead_BHK)
