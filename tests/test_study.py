@@ -12,6 +12,7 @@ import torch
 from benchmarks.study import texts
 from benchmarks.study.bootstrap import estimate
 from benchmarks.study.command import main
+from benchmarks.study.fidelity import ByLayer
 from benchmarks.study.front import READS, interpolated
 from benchmarks.study.measured import COLUMNS, KL, TOTAL
 from benchmarks.study.sentences import by_lag, gaps, retained, shuffled
@@ -40,6 +41,11 @@ methods = ["sfi", "short=sfi:span=0"]
 shares = [0.1, 0.2]
 recent = 32
 methods = ["sfi", "pages=sfi:page_size=16"]
+
+[lossless]
+shares = [0.2]
+recent = 32
+methods = ["sfi", "codescan"]
 
 [tasks]
 shares = [0.2]
@@ -120,6 +126,23 @@ def test_supports_share_what_sets_of_positions_share():
     assert shared.chance == size / 40
 
 
+def test_an_audit_sums_up_what_fast_steps_read():
+    seen = ByLayer(2)
+    for step, (slow, read) in enumerate([(True, 0), (False, 1), (False, 3)]):
+        index_HK, heads = torch.tensor([[0, 4, 5, 9], [1, 2, -1, -1]], dtype=torch.int32), torch.ones(2)
+        event = AuditEvent(
+            request=1, step=step, layer=3, slow=slow, heads=(0, 1), index_HK=index_HK, mass_HK=0.1 * (index_HK >= 0),
+            retained_H=heads * 0.3 * read, query_cosine_H=heads, output_error_H=heads / (1 + read),
+            read_HK=(torch.arange(4) < read).expand(2, -1),
+        )  # fmt: skip
+        seen.on(event)
+    recall = ((1 / 4 + 1 / 2) / 2 + (3 / 4 + 2 / 2) / 2) / 2
+    expected = {"recall": [recall], "retained": [0.6], "output_error": [0.375]}
+    none, some = seen.means()
+    assert none == {}
+    assert some == {name: pytest.approx(values) for name, values in expected.items()}
+
+
 def test_places_tell_a_boundary_from_the_steps_within():
     place_N = np.array([5, 6, 0, 1, 2, 3, 0, 1, 2, 3, 4])
     begin_N = np.arange(len(place_N)) - place_N
@@ -140,7 +163,10 @@ def test_places_tell_a_boundary_from_the_steps_within():
 def test_every_part_runs_and_is_reported(study, tmp_path):
     for table in ("apart", "ablation", "granularity"):
         study("fidelity", *WINDOW, "--windows", "2", "--table", table)
-    study("fidelity", *WINDOW, "--windows", "2")
+    rows = study("fidelity", *WINDOW, "--windows", "2", "--audit", "1")
+    assert all(0 < share <= 1 for row in rows if row.get("recall") for share in (*row["recall"], *row["retained"]))
+    lossless = study("lossless", *WINDOW, "--windows", "1")
+    assert all(row["same"] and row["accepted"] <= row["tested"] <= row["drafted"] for row in lossless[1:])
     stability = study("stability", *WINDOW, "--lengths", "420", "--windows", "1")
     assert {(row["mode"], row["size"]) for row in stability} == {
         (mode, size) for mode in ("forced", "free") for size in (64, 256)
@@ -150,10 +176,12 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
     assert set(pages) == {
-        "front-240.md", "apart-240.md", "ablation-240.md", "granularity-240.md", "stability.md", "tasks.md",
+        "front-240.md", "apart-240.md", "ablation-240.md", "granularity-240.md", "lossless.md", "stability.md",
+        "tasks.md",
     }  # fmt: skip
     assert all(f"| {label} | " in pages["apart-240.md"] for label in ("best", "each"))
     assert "| short | " in pages["ablation-240.md"]
+    assert "| codescan | 20 % | 1 of 1 |" in pages["lossless.md"]
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]
     assert len(list(Path(tmp_path / "docs").glob("*.png"))) == 5

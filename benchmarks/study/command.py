@@ -11,6 +11,7 @@ from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.fresh import FRESH
 from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import METHODS
+from benchmarks.study.lossless import LosslessPart
 from benchmarks.study.own_tasks import OWN
 from benchmarks.study.part import Part
 from benchmarks.study.reader_tasks import READER
@@ -52,9 +53,14 @@ def _parser(about: str) -> argparse.ArgumentParser:
     found = parser.add_subparsers(required=True, metavar="PART")
     one = found.add_parser("fidelity", help="KL to full attention, teacher-forced")
     one.add_argument("--table", default="front", help="table of the list of methods")
+    one.add_argument(
+        "--audit", type=int, default=0, metavar="N", help="also say, of every N-th step, what each layer read"
+    )
     _window_options(one, FidelityPart)
     one = found.add_parser("stability", help="full attention's supports, by place in the sentence")
     _window_options(one, StabilityPart, tokens=200)
+    one = found.add_parser("lossless", help="drafts that verification keeps, and what lossless runs read")
+    _window_options(one, LosslessPart)
     one = found.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
     one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN, *READER], default=DEFAULT)
     _options(one, TasksPart, windows=20, lengths=[1024])

@@ -1,7 +1,10 @@
 """Part `fidelity`: how far each method's next-token distributions are from full attention's."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+
+import torch
 
 from benchmarks.study.listed import Listed
 from benchmarks.study.part import FAILURES, Part, Row
@@ -9,6 +12,11 @@ from benchmarks.study.records import Key, rounded, short
 from benchmarks.study.texts import Place, window
 from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
 from sfi_core.models.load import first_line
+from sfi_core.observers.events import AuditEvent
+from sfi_core.observers.observer import NullObserver
+from sfi_core.settings.engine import AuditConfig
+
+TOP = 64  # positions of a support
 
 
 class FidelityPart(Part):
@@ -56,7 +64,9 @@ class FidelityPart(Part):
             # what is random is drawn anew in each window
             config = one.method.config_for(place.length).replace(trigger_seed=place.seed)
             policy = one.method.policy
-            found = fidelity(self.model, self.tokenizer, full, config, policy=policy)
+            seen, every = ByLayer(len(full.windows)), self.options.audit
+            watched = {"observers": [seen], "audit": AuditConfig(every=every, top=TOP)} if every else {}
+            found = fidelity(self.model, self.tokenizer, full, config, policy=policy, **watched)
         except FAILURES as error:
             return [{"error": first_line(error)}] * len(full.windows)
         each = {
@@ -64,7 +74,36 @@ class FidelityPart(Part):
             "recent": config.recent,
             "seconds": round((time.monotonic() - began) / len(found), 1),
         }
-        return [each | _measured(part) for part in found]
+        return [each | _measured(part) | by_layer for part, by_layer in zip(found, seen.means(), strict=True)]
+
+
+class ByLayer(NullObserver):
+    """Sums up, by request and layer, what audited fast steps read.
+
+    Of a layer's steps and KV heads, the mean share of the `TOP` likeliest positions that they read (`recall`), of all
+    probability (`retained`), and the error of the output as a share of its norm (`output_error`).
+    """
+
+    def __init__(self, requests: int) -> None:
+        self._sums = [defaultdict[int, list[torch.Tensor]](list) for _ in range(requests)]
+
+    def on_audit(self, event: AuditEvent) -> None:
+        """Add a layer's step."""
+        if event.slow:
+            return
+        assert event.read_HK is not None, "the audit's own"
+        recall_H = (event.read_HK & (event.index_HK >= 0)).sum(1) / (event.index_HK >= 0).sum(1)
+        figures = torch.stack([recall_H, event.retained_H, event.output_error_H])
+        self._sums[event.request][event.layer].append(figures.mean(1))
+
+    def means(self) -> list[Row]:
+        """Return for each request the means, by layer; nothing without an audit."""
+        found = []
+        for layers in self._sums:
+            mean_3L = [torch.stack(steps).mean(0).tolist() for _, steps in sorted(layers.items())]
+            columns = [rounded(column) for column in zip(*mean_3L, strict=True)]
+            found.append(dict(zip(("recall", "retained", "output_error"), columns, strict=False)))
+        return found
 
 
 def _measured(found: Fidelity) -> Row:

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from benchmarks.study import answers, front, health, observed
+from benchmarks.study import answers, front, health, lossless, observed
 from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.figures import draw_front, draw_stability
 from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import FULL, read_table, spec
 from benchmarks.study.long import LONG, by_step
+from benchmarks.study.lossless import LosslessPart
 from benchmarks.study.markdown import page
 from benchmarks.study.measured import Measured, measured
 from benchmarks.study.part import Part, Row
@@ -47,7 +48,7 @@ class Report:
     def write(self) -> None:
         """Write every page and figure that has rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in (*self.fidelity(), *self.stability(), *self.health(), *self.tasks()):
+        for path in (*self.fidelity(), *self.stability(), *self.lossless(), *self.health(), *self.tasks()):
             print(f"Wrote {path}", file=sys.stderr)
 
     def fidelity(self) -> list[Path]:
@@ -59,7 +60,7 @@ class Report:
             data = measured(some)
             about = f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, {_counts(some)}"
             if tokens >= LONG:
-                made.append(self._long(some, data, about, length))
+                made += self._long(some, data, about, length)
                 continue
             made += self._front(data, about, length)
             for name in BESIDE_THE_FIRST:
@@ -87,6 +88,18 @@ class Report:
             made.append(self.folder / f"stability-{mode}-{size}.png")
             draw_stability(rows, mode, size, made[-1])
         return made
+
+    def lossless(self) -> list[Path]:
+        """Write page `lossless`."""
+        rows = [row for row in self._rows(LosslessPart) if row["method"] != FULL and "verifications" in row]
+        if not rows:
+            return []
+        parts = [
+            (f"{length} prompt tokens, {_counts(some)}.", lossless.drafted(some, self._listed("lossless")))
+            for length in sorted({row["length"] for row in rows})
+            if (some := [row for row in rows if row["length"] == length])
+        ]
+        return [self._page("lossless", f"{self.model}, half `{self.half}`, greedy", parts)]
 
     def health(self) -> list[Path]:
         """Write page `health`."""
@@ -124,17 +137,19 @@ class Report:
             parts.append((title, front.by_kind(data, named, share, _kinds(data))))
         return [self._page(f"front-{length}", about, parts), figure]
 
-    def _long(self, rows: Sequence[Row], data: Measured, about: str, length: int) -> Path:
+    def _long(self, rows: Sequence[Row], data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, "long")
+        if not named:
+            return []
         parts = [
             (f"KL along the text, a share of {100 * share:g} %.", by_step(rows, named, share))
             for share in _shares(data, named)
         ]
-        return self._page(f"long-{length}", about, parts)
+        return [self._page(f"long-{length}", about, parts)]
 
     def _beside_the_first(self, name: str, data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, name)
-        if 2 * len(named) <= len(self._listed(name)):  # rows of another table, which shares some methods
+        if not named:
             return []
         shares = _shares(data, named)
         found = front.against(data, named, named[0][1], shares)
@@ -155,8 +170,9 @@ class Report:
         return [(method.label, spec(text, method)) for text, method in parsed]
 
     def _having(self, data: Measured, table: str) -> list[tuple[str, str]]:
-        have = {method for method, _ in data.windows}
-        return [(label, method) for label, method in self._listed(table) if method in have]
+        have, listed = {method for method, _ in data.windows}, self._listed(table)
+        named = [(label, method) for label, method in listed if method in have]
+        return named if 2 * len(named) > len(listed) else []  # else rows of another table, which shares some methods
 
     def _rows(self, part: type[Part]) -> list[Row]:
         found: dict[Key, Row] = {}

@@ -147,9 +147,12 @@ def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: Eng
 
 def fidelity(
     model: Any, tokenizer: Any, full: Reference, config: SfiConfig | None = None, *, policy: str = "sfi",
-    engine: EngineOptions = DEFAULTS,
+    engine: EngineOptions = DEFAULTS, **watched: Any,
 ) -> list[Fidelity]:  # fmt: skip
-    """Compare a policy with full attention on windows that are decoded together; raise as `teacher_force`."""
+    """Compare a policy with full attention on windows that are decoded together.
+
+    `watched` are `teacher_force`'s `observers` and `audit`. Raise as it.
+    """
     config, prompt_tokens = config or SfiConfig(), full.windows[0].prompt_tokens
     given = [window.ids[prompt_tokens:] for window in full.windows]
     parts = [Fidelity() for _ in full.windows]
@@ -165,7 +168,7 @@ def fidelity(
             part.nll_full.append(-float(full_V[token]))
 
     texts = [window.ids for window in full.windows]
-    how: dict[str, Any] = {"policy": policy, "engine": engine, "shared": full.shared}
+    how: dict[str, Any] = {"policy": policy, "engine": engine, "shared": full.shared, **watched}
     report = teacher_force(model, tokenizer, texts, prompt_tokens, compare, config, **how)
     for part, window, request in zip(parts, full.windows, report.requests, strict=True):
         slow = set(request.slow_at)
