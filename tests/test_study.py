@@ -42,6 +42,11 @@ shares = [0.1, 0.2]
 recent = 32
 methods = ["sfi", "pages=sfi:page_size=16"]
 
+[fresh]
+shares = [0.1]
+recent = 32
+methods = ["sfi", "heads=fresh-heads-0.9", "half=fresh-half"]
+
 [lossless]
 shares = [0.2]
 recent = 32
@@ -163,6 +168,9 @@ def test_places_tell_a_boundary_from_the_steps_within():
 def test_every_part_runs_and_is_reported(study, tmp_path):
     for table in ("apart", "ablation", "granularity"):
         study("fidelity", *WINDOW, "--windows", "2", "--table", table)
+    rows = study("fidelity", *WINDOW, "--windows", "1", "--table", "fresh")
+    kl = {row["method"]: sum(row["kl"]) for row in rows if row["method"].startswith(("sfi", "fresh")) and "kl" in row}
+    assert kl["fresh-half"] < kl["sfi"], "what is chosen anew is closer"
     rows = study("fidelity", *WINDOW, "--windows", "2", "--audit", "1")
     assert all(0 < share <= 1 for row in rows if row.get("recall") for share in (*row["recall"], *row["retained"]))
     lossless = study("lossless", *WINDOW, "--windows", "1")

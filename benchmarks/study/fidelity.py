@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from benchmarks.study.fresh import selections_noted
 from benchmarks.study.listed import Listed
 from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, rounded, short
@@ -66,7 +67,8 @@ class FidelityPart(Part):
             policy = one.method.policy
             seen, every = ByLayer(len(full.windows)), self.options.audit
             watched = {"observers": [seen], "audit": AuditConfig(every=every, top=TOP)} if every else {}
-            found = fidelity(self.model, self.tokenizer, full, config, policy=policy, **watched)
+            with selections_noted():
+                found = fidelity(self.model, self.tokenizer, full, config, policy=policy, **watched)
         except FAILURES as error:
             return [{"error": first_line(error)}] * len(full.windows)
         each = {

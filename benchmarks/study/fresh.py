@@ -4,12 +4,17 @@ A step estimates all logits by the codes, and so the probability that the select
 choice of equal size. A selection whose share of the best is below `least` has moved.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import ClassVar
+from unittest.mock import patch
 
 import torch
 
+from sfi_core.engine import select
+from sfi_core.engine.batch_pass import Rows
+from sfi_core.engine.layer import Layer
 from sfi_core.policies.base import BatchContext, Companion, Evidence, LayerContext, Notes, Policy, Selection
 from sfi_core.policies.built_in.codescan import QUERIES, CodeScan, choosing_tokens
 from sfi_core.policies.built_in.sfi import SFI
@@ -107,6 +112,25 @@ class Fresh(Companion, SFI):
             chosen_HK = torch.where((has_H < self.least * best_H)[:, None], best_HK, old_HK)
         read_HG = weight_HGT.gather(2, chosen_HK.long().clamp_min(0)[:, None].expand(-1, est_HGT.shape[1], -1)).sum(-1)
         return chosen_HK, log_sum_HG + ((1 - read_HG).clamp_min(0) * self.config.codescan.rest).log()
+
+
+@contextmanager
+def selections_noted() -> Iterator[None]:
+    """Keep selections for the steps that choose after them: the engine's own policies have no use for them."""
+    pack = select.pack
+
+    def noting(layers: Sequence[Layer], rows: Rows, selection: Selection) -> object:
+        for layer, index_RHK in zip(layers, selection.index_BHK.chunk(len(layers)), strict=True):
+            if layer.in_place and isinstance(layer.run.policy, Fresh):
+                segment = layer.run.segment(layer.index)
+                for row, index_HK in zip(rows.requests, index_RHK, strict=False):
+                    sink = layer.run.requests[row].sink(layer.run.policy.config.sink)
+                    segment.reserve(sink + index_HK.shape[1])
+                    write_row(segment.position_BHS, segment.length_BH, row, sink, index_HK)
+        return pack(layers, rows, selection)
+
+    with patch.object(select, "pack", noting):
+        yield
 
 
 class SelectorByCodes(Fresh):
