@@ -138,8 +138,8 @@ def causal_attention(
     if before:
         parts.append(partial_attention(query_1HGWD, key_1HTD[:, :, :before], value_1HTE[:, :, :before], **options))
     if before < T:
-        own = key_1HTD[:, :, before:], value_1HTE[:, :, before:]
-        parts.append(partial_attention(query_1HGWD, *own, **options, causal=True))
+        new = key_1HTD[:, :, before:], value_1HTE[:, :, before:]
+        parts.append(partial_attention(query_1HGWD, *new, **options, causal=True))
     if len(parts) == 2:  # noqa: PLR2004
         parts = [_joined(*parts)]
     return combine(parts, sink_HG).to(query_1HGWD.dtype)

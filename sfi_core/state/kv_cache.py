@@ -81,10 +81,10 @@ class KVCache(PagedView):
         self._one_page, self._dtype = page_size is None, dtype
         page_size = page_size or capacity
         common, self.shared = shared // page_size, shared
-        own = -(-capacity // page_size) - common
-        self._count = common + batch * own
+        pages = -(-capacity // page_size) - common
+        self._count = common + batch * pages
         common_BP = torch.arange(common, dtype=torch.int32).expand(batch, -1)
-        own_BP = torch.arange(common, self._count, dtype=torch.int32).view(batch, own)
+        own_BP = torch.arange(common, self._count, dtype=torch.int32).view(batch, pages)
         super().__init__(backend, page_size, torch.cat([common_BP, own_BP], 1))
 
     def append(

@@ -171,10 +171,10 @@ class TwoTierStore(PagedView):
     def row(self, row: int) -> "TwoTierStore":
         """See `KVStore`; recalls under way end first."""
         self.join()
-        store, own = super().row(row), slice(row * self.ring_pages, (row + 1) * self.ring_pages)
+        store, pages = super().row(row), slice(row * self.ring_pages, (row + 1) * self.ring_pages)
         store._first, store.ring_table_BP = self._first + row, self.ring_table_BP[:1]  # noqa: SLF001
         store._rings = {  # noqa: SLF001
-            layer: Ring(ring.key_PHND[own], ring.value_PHNE[own], store.ring_table_BP, ring.heads)
+            layer: Ring(ring.key_PHND[pages], ring.value_PHNE[pages], store.ring_table_BP, ring.heads)
             for layer, ring in self._rings.items()
         }
         return store

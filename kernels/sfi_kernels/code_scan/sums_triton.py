@@ -171,9 +171,9 @@ def _code_scan_sums_kernel(
     mode, first, stop = candidates(table_ptr, request)
     table = block_table_ptr + request * pages_per_request
     slot_pair = own_pair(table_ptr, pair, H)
-    own = tl.maximum(slot_pair, 0)
-    word_ptr += own * W * capacity
-    mean_ptr += own * D
+    kept_pair = tl.maximum(slot_pair, 0)
+    word_ptr += kept_pair * W * capacity
+    mean_ptr += kept_pair * D
     if program < 0:
         length = tl.load(table_ptr + request * WORDS + LENGTH)
         d, e, slot = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_E), tl.arange(0, SLOTS)
@@ -195,7 +195,7 @@ def _code_scan_sums_kernel(
                 else:
                     key = _token_rows(key_ptr, table, t, valid, h, PAGE, KEY_STRIDES, D, BLOCK_D)
                 for w in range(W):
-                    where = encode_ptr + ((own * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
+                    where = encode_ptr + ((kept_pair * W + w) * D + d[:, None]) * SLOTS + slot[None, :]
                     encode = tl.load(where, mask=d[:, None] < D, other=0.0)
                     tl.store(
                         word_ptr + w * capacity + t,
@@ -206,22 +206,22 @@ def _code_scan_sums_kernel(
             tl.store(counts_ptr + pair * BINS + tl.arange(0, BINS), tl.zeros([BINS], tl.int32))
             if mode == FAST:
                 # add the values up to `stop` to the sum, and store the mean value of J
-                known = tl.load(summed_ptr + own)
-                total = tl.load(sum_ptr + own * E + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
+                known = tl.load(summed_ptr + kept_pair)
+                total = tl.load(sum_ptr + kept_pair * E + e, mask=e < tl.where(known > 0, E, 0), other=0.0)
                 begin = tl.where(known > 0, known, first)
                 for at in range(begin, stop, TOKENS):
                     t = at + tl.arange(0, TOKENS)
                     value = _token_rows(value_ptr, table, t, t < stop, h, PAGE, VALUE_STRIDES, E, BLOCK_E)
                     total += tl.sum(value, 0)
                 end = tl.maximum(begin, stop)
-                tl.store(sum_ptr + own * E + e, total, mask=e < E)
-                tl.store(summed_ptr + own, end)
+                tl.store(sum_ptr + kept_pair * E + e, total, mask=e < E)
+                tl.store(summed_ptr + kept_pair, end)
                 mean_value = total / tl.maximum(end - first, 1).to(tl.float32)
                 tl.store(mean_value_ptr + pair * E + e, mean_value, mask=e < E)
         if KEEPS:
             g = tl.arange(0, BLOCK_G)
             query = rows(query_ptr + pair * G * D, g, D, g < G, D, BLOCK_D)
-            where = (own * KEPT + (length - 1) % KEPT) * G + g[:, None]
+            where = (kept_pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
             valid = (g[:, None] < tl.where(mode == FAST, G, 0)) & (d[None, :] < D)
             tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
         return
@@ -232,7 +232,7 @@ def _code_scan_sums_kernel(
     g = tl.arange(0, BLOCK_G)
     factor_ptr += pair * (1 + W * SLOTS) * G
     query_ptr += pair * G * D
-    basis_ptr += own * W * SLOTS * D
+    basis_ptr += kept_pair * W * SLOTS * D
     _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D)
     for own_chunk in range(chunk, stop_chunk):
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)

@@ -86,9 +86,9 @@ def _code_scan_choose_kernel(
     pair, chunk, chunks = tl.program_id(1).to(tl.int64), tl.program_id(0), tl.num_programs(0)
     mode, first, stop = candidates(table_ptr, pair // H)
     g, begin, count = tl.arange(0, BLOCK_G), chunk * CHUNK, stop - first
-    own = own_pair(table_ptr, pair, H)
+    slot_pair = own_pair(table_ptr, pair, H)
     index_ptr += pair * budget
-    position_ptr += own * S
+    position_ptr += slot_pair * S
     rest_ptr += (pair * G + g) * chunks + chunk
     if (mode == FAST) & (chunk == 0):  # sinks, padding and the number of positions
         chosen = tl.minimum(tl.maximum(count, 0), budget)
@@ -97,7 +97,7 @@ def _code_scan_choose_kernel(
             tl.store(position_ptr + s, s, mask=(s < first) & (s < S))
             tl.store(position_ptr + s, -1, mask=(s >= first + chosen) & (s < S))
             tl.store(index_ptr + s, -1, mask=(s >= chosen) & (s < budget))
-        tl.store(length_ptr + own, first + chosen)
+        tl.store(length_ptr + slot_pair, first + chosen)
     if (mode != FAST) | (count <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         tl.store(rest_ptr, float("-inf"), mask=g < G)
     if (mode != FAST) | (begin >= stop) | (begin + CHUNK <= first):

@@ -125,11 +125,11 @@ def _rotary_kernel(
         order = token % T - T + tl.load(count_ptr + request)
         position = tl.load(start_ptr + request) + order
         page = tl.load(block_table_ptr + request * pages + position // N, mask=order >= 0, other=0)
-        own = (head < tl.where(order >= 0, key_heads, 0))[:, None]
+        is_new = (head < tl.where(order >= 0, key_heads, 0))[:, None]
         if block >= query_blocks + key_blocks:
             values_ptr = value_ptr + request * value_batch_stride + token % T * value_token_stride
             number = tl.arange(0, BLOCK_E)[None, :]
-            there = own & (number < E)
+            there = is_new & (number < E)
             value = tl.load(values_ptr + head[:, None].to(tl.int64) * value_head_stride + number, mask=there, other=0.0)
             goal = row_start(page, head, position % N, VALUE_STRIDES)[:, None] + number
             tl.store(value_pages_ptr + goal, value, mask=there)
@@ -155,11 +155,11 @@ def _rotary_kernel(
             dtype = key_out_ptr.dtype.element_ty
             key_1, key_2 = rounded(key_1, dtype), rounded(key_2, dtype)
             target = row_start(page, head, position % N, KEY_STRIDES)[:, None] + column
-            tl.store(key_pages_ptr + target, key_1.to(dtype), mask=mask & own)
-            tl.store(key_pages_ptr + target + HALF, key_2.to(dtype), mask=mask & own)
+            tl.store(key_pages_ptr + target, key_1.to(dtype), mask=mask & is_new)
+            tl.store(key_pages_ptr + target + HALF, key_2.to(dtype), mask=mask & is_new)
             norm = tl.sqrt_rn(tl.sum(key_1 * key_1 + key_2 * key_2, 1))[:, None]
             place = (page.to(tl.int64) * key_heads + head[:, None]) * N + position % N
-            tl.store(norm_ptr + place, norm, mask=own)
+            tl.store(norm_ptr + place, norm, mask=is_new)
 
 
 def rotary(

@@ -191,12 +191,12 @@ def _page_choose_kernel(
     if tl.load(row + MODE) != FAST:
         return
     slot = tl.load(row + SLOT).to(tl.int64)
-    own = slot * H + h
+    slot_pair = slot * H + h
     score_ptr += pair * P
     index_ptr += pair * budget
-    position_ptr += own * S
+    position_ptr += slot_pair * S
     K = tl.minimum(tl.maximum(stop - first, 0), budget)
-    tl.store(length_ptr + own, first + K)
+    tl.store(length_ptr + slot_pair, first + K)
     for begin in range(0, first, TILE):
         s = begin + tl.arange(0, TILE)
         tl.store(position_ptr + s, s, mask=s < first)

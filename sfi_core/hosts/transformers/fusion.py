@@ -208,14 +208,14 @@ def _served_only(forward: Forward) -> Forward:
 
 def _following(model: Any) -> dict[torch.nn.Module, tuple[torch.nn.Module, ...]]:
     # what each layer of a model whose own forward is known gives its sum to: the next one and its norm, or the norm
-    found: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
+    nexts_of: dict[torch.nn.Module, tuple[torch.nn.Module, ...]] = {}
     for base in model.modules():
         known = sources.digest(type(base).forward) in sources.PASSES and "forward" not in vars(base)
         if known and all(sources.digest(type(layer).forward) in sources.DECODER_LAYER for layer in base.layers):
             nexts = [*((layer, layer.input_layernorm) for layer in base.layers[1:]), (base.norm,)]
             pairs = zip(base.layers, nexts, strict=True)
-            found |= {layer: after for layer, after in pairs if _is_rms_norm(after[-1])}
-    return found
+            nexts_of |= {layer: after for layer, after in pairs if _is_rms_norm(after[-1])}
+    return nexts_of
 
 
 def forward_for(module: Any, following: Sequence[torch.nn.Module] = ()) -> Forward | None:

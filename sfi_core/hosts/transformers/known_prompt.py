@@ -63,14 +63,14 @@ class KnownPrompt:
     def _rows(self, column: int) -> Iterator[tuple[int, list[torch.Tensor]]]:
         # each layer's keys and values behind those in shared pages, up to the column
         known, run, store = self._known, self._run, self._run.store
-        own, moved = slice(store.shared - known.first, column - known.first), store.shared if known.moves else 0
+        columns, moved = slice(store.shared - known.first, column - known.first), store.shared if known.moves else 0
         for index, (key, value) in known.layers.items():
             if store.shared and run.step < 0:  # the first prompts
                 with run.launches():
                     store.share(index, *(part[:, :, : store.shared].to(run.device) for part in (key, value)))
             if moved > known.first:
                 known.layers[index] = key[:, :, moved:].clone(), value[:, :, moved:].clone()
-            yield index, [part[:, :, own].to(run.device).expand(store.batch, -1, -1, -1) for part in (key, value)]
+            yield index, [part[:, :, columns].to(run.device).expand(store.batch, -1, -1, -1) for part in (key, value)]
         known.first = moved
 
     def stops(self, stops: Sequence[int]) -> Sequence[int]:
@@ -182,9 +182,9 @@ def _enter(
 ) -> None:
     # fill the pass's tokens in, with each layer's keys and values, [B, H, T, X], of which a request has the first
     count = run.batch_pass.count
-    own = [tokens - run.store.shared for tokens in count]
+    fresh = [tokens - run.store.shared for tokens in count]
     for index, pair in rows:
-        run.append(index, *(_padded(part_BHTX, own) for part_BHTX in pair))
+        run.append(index, *(_padded(part_BHTX, fresh) for part_BHTX in pair))
     hold(cache.layers, others, run.store.batch, run.device)
     for layer in cache.managed:
         layer.seen, layer.is_initialized = max(count), True

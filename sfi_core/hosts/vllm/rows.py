@@ -96,10 +96,10 @@ class RowLaunch:
         first = self._step(requests, known and known.steps[0].buffer)
         steps = first, first
         if self.run.policy.config.dense_layers:
-            dense = [replace(one, mode=SLOW, wanted=False) if one.decodes else one for one in requests]
+            dense = [replace(row, mode=SLOW, wanted=False) if row.decodes else row for row in requests]
             steps = first, self._step(dense, known and known.steps[1].buffer)
         places = torch.tensor([self.run.store.batch if slot == NO_SLOT else slot for slot in slots])
-        longest = self.run.store.capacity if self.on_gpu else max(one.length for one in requests)
+        longest = self.run.store.capacity if self.on_gpu else max(row.length for row in requests)
         return Described(steps, tuple(slots), sent(places, self.run.device, known and known.slot_R), longest)
 
     def _step(self, requests: Sequence[StepRequest], into: torch.Tensor | None) -> StepDescriptor:
@@ -125,7 +125,7 @@ class RowLaunch:
         query_RHG1D = query_RHGD.unsqueeze(3)
         if layer.chooses:
             selections, pseudo = select.choose(layer, step, query_RHG1D, described.longest, table_RP)
-            self._diagnostics[index] = {name: x for one in selections for name, x in one.diagnostics.items()}
+            self._diagnostics[index] = {name: x for each in selections for name, x in each.diagnostics.items()}
         # a dense layer reads no packed rows, and has none
         segment = run.segments.get(index) or next(iter(run.segments.values()))
         packed, pages = (segment.key_BHSD, segment.value_BHSE), layer.pages.tensors[:2]
@@ -175,7 +175,7 @@ class RowLaunch:
         rows, places = [described.slots.index(slot) for slot in slots], {slot: at for at, slot in enumerate(slots)}
         for index, segment in sorted(run.segments.items()):
             chosen = [segment.position_BHS[slot, :, run.requests[slot].sink(config.sink) :] for slot in slots]
-            index_BHK = torch.stack([pad(one, (0, config.budget), value=-1)[:, : config.budget] for one in chosen])
+            index_BHK = torch.stack([pad(row, (0, config.budget), value=-1)[:, : config.budget] for row in chosen])
             diagnostics = {name: value[rows] for name, value in self._diagnostics[index].items()}
             select.note(run, (index,), places, Selection(index_BHK, diagnostics))
 
