@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -33,6 +34,7 @@ ENGINES = ("vllm", "sfi")
 STRIDE, STEPS, SPARE = 20, 100, 64
 # in turns: of a CPU; sfi's budget is that of the policies, and its recent tokens
 TURNS, TURN_STEPS, TURN_CONTEXTS, TURN_BATCHES = ("vllm", "sfi", "codescan"), 24, (4096, 16384, 32768), (1, 4)
+TURN_COUNT = 4  # of each engine, at each point
 TURN_SETTINGS = {"budget": 1024, "recent": 128}
 BATCHES, CONTEXTS = (1, 8, 32), (8192, 32768, 131072)
 EQUAL = (3, 17, 64, 500, 1900)  # prompts of the equality part, ragged
@@ -216,27 +218,33 @@ def turns(asked: argparse.Namespace) -> int:
         )
         for engine in TURNS
     }  # fmt: skip
+    facts = {"layers": int(asked.model), "vllm": installed(), "settings": TURN_SETTINGS | json.loads(asked.sfi)}
+    file = asked.output / f"{datetime.now(UTC):%Y-%m-%d}-cpu-vllm-turns.json"
     rows: list[dict[str, Any]] = []
     for context, batch in points((64, 256) if asked.dry_run else TURN_CONTEXTS, TURN_BATCHES):
         if time.monotonic() > asked.ends:
             print(f"{context} x {batch} is left out: no time was left")
             continue
+        point = {"context": context, "batch": batch}
         for process in engines.values():
             send(process, [context, batch, 1])
         read = [heard(process) for process in engines.values()]
         if not all(answer["fits"] for answer in read):
             print(f"{context} x {batch} is left out: the cache does not hold it")
             continue
-        for number in range(2):
+        speeds: dict[str, list[float]] = {engine: [] for engine in TURNS}
+        for number in range(TURN_COUNT):
             for engine, process in engines.items():
                 send(process, [context, batch, 1 + TURN_STEPS])
-                rows.append({"turn": number, "engine": engine, "context": context, "batch": batch, **heard(process)})
-                print(json.dumps(rows[-1]), flush=True)
+                rows.append({"turn": number, "engine": engine, **point, **heard(process)})
+                speeds[engine].append(rows[-1]["tokens_per_second"])
+        for engine in TURNS[1:]:
+            ratios = sorted(ours / plain for ours, plain in zip(speeds[engine], speeds["vllm"], strict=True))
+            low, middle, high = f"{ratios[0]:.2f}", f"{median(ratios):.2f}", f"{ratios[-1]:.2f}"
+            print(f"{context} x {batch}: {engine} is {middle} ({low} to {high}) times as fast as vLLM", flush=True)
+        file.write_text(json.dumps({**facts, "stride": STRIDE, "steps": TURN_STEPS, "rows": rows}, indent=1) + "\n")
     for process in engines.values():
         process.communicate("")
-    facts = {"layers": int(asked.model), "vllm": installed(), "settings": TURN_SETTINGS | json.loads(asked.sfi)}
-    file = asked.output / f"{datetime.now(UTC):%Y-%m-%d}-cpu-vllm-turns.json"
-    file.write_text(json.dumps({**facts, "stride": STRIDE, "steps": TURN_STEPS, "rows": rows}, indent=1) + "\n")
     print(f"wrote {file}")
     return 0
 
