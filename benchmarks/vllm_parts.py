@@ -7,7 +7,7 @@ longer context's prompt begins with a shorter one's, so that only the rest is re
 sfi is slow: random tokens have no sentences. It has not run on a GPU.
 
 On a CPU, plain vLLM, sfi and codescan in turns, a thread each, over some layers of Qwen3-0.6B's sizes; all prompts are
-read before the first turn of a point:
+read before the first turn of a point, and each engine's requests wait while the others have theirs:
 
     python benchmarks/vllm_parts.py turns --model 14 --cache 4 --folder WORK --output RESULTS --seconds 2400
 """
@@ -33,8 +33,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "traces")]
 ENGINES = ("vllm", "sfi")
 STRIDE, STEPS, SPARE = 20, 100, 64
 # in turns: of a CPU; sfi's budget is that of the policies, and its recent tokens
-TURNS, TURN_STEPS, TURN_CONTEXTS, TURN_BATCHES = ("vllm", "sfi", "codescan"), 24, (4096, 16384, 32768), (1, 4)
-TURN_COUNT = 4  # of each engine, at each point
+TURNS, TURN_CONTEXTS, TURN_BATCHES = ("vllm", "sfi", "codescan"), (4096, 16384, 32768), (1, 4)
+TURN_STEPS, TURN_COUNT = 10, 8  # short turns: a virtual machine's speed changes within seconds
 TURN_SETTINGS = {"budget": 1024, "recent": 128}
 BATCHES, CONTEXTS = (1, 8, 32), (8192, 32768, 131072)
 EQUAL = (3, 17, 64, 500, 1900)  # prompts of the equality part, ragged
@@ -227,21 +227,24 @@ def turns(asked: argparse.Namespace) -> int:
             continue
         point = {"context": context, "batch": batch}
         for process in engines.values():
-            send(process, [context, batch, 1])
+            send(process, [context, batch, 0])
         read = [heard(process) for process in engines.values()]
         if not all(answer["fits"] for answer in read):
             print(f"{context} x {batch} is left out: the cache does not hold it")
             continue
-        speeds: dict[str, list[float]] = {engine: [] for engine in TURNS}
+        seconds: dict[str, list[float]] = {engine: [] for engine in TURNS}
         for number in range(TURN_COUNT):
             for engine, process in engines.items():
-                send(process, [context, batch, 1 + TURN_STEPS])
+                send(process, [context, batch, TURN_STEPS])
                 rows.append({"turn": number, "engine": engine, **point, **heard(process)})
-                speeds[engine].append(rows[-1]["tokens_per_second"])
+                seconds[engine].append(rows[-1]["seconds"])
         for engine in TURNS[1:]:
-            ratios = sorted(ours / plain for ours, plain in zip(speeds[engine], speeds["vllm"], strict=True))
-            low, middle, high = f"{ratios[0]:.2f}", f"{median(ratios):.2f}", f"{ratios[-1]:.2f}"
-            print(f"{context} x {batch}: {engine} is {middle} ({low} to {high}) times as fast as vLLM", flush=True)
+            ratios = sorted(plain / ours for ours, plain in zip(seconds[engine], seconds["vllm"], strict=True))
+            whole, (low, *_, high) = sum(seconds["vllm"]) / sum(seconds[engine]), ratios
+            print(
+                f"{context} x {batch}: {engine} is {whole:.2f} times as fast as vLLM, "
+                f"by turn {median(ratios):.2f} ({low:.2f} to {high:.2f})", flush=True,
+            )  # fmt: skip
         file.write_text(json.dumps({**facts, "stride": STRIDE, "steps": TURN_STEPS, "rows": rows}, indent=1) + "\n")
     for process in engines.values():
         process.communicate("")
@@ -250,7 +253,7 @@ def turns(asked: argparse.Namespace) -> int:
 
 
 def send(process: Any, words: list[int]) -> None:
-    """Ask an engine's process for a context, a batch, and so many tokens of each request."""
+    """Ask an engine's process for a context, a batch, and so many steps; 0 reads the prompts."""
     process.stdin.write(json.dumps(words) + "\n")
     process.stdin.flush()
 
@@ -265,23 +268,32 @@ def heard(process: Any) -> dict[str, Any]:
 
 
 def turn(asked: argparse.Namespace, engine: str) -> int:
-    """Answer `turns`: decode what each line of the input asks for, less the time of a single token."""
-    room = TURN_CONTEXTS[-1] + TURN_STEPS + SPARE
+    """Answer `turns`: read the prompts of a point, or time so many steps of their requests."""
+    from vllm import SamplingParams  # noqa: PLC0415 - see `make`
+
+    tokens = TURN_STEPS * TURN_COUNT + 2  # two before the first turn
+    room = TURN_CONTEXTS[-1] + tokens + SPARE
     options = {} if asked.dry_run else {"dtype": "bfloat16", "enforce_eager": True}
     llm = make(asked, engine, TURN_SETTINGS, max_model_len=room, max_num_seqs=TURN_BATCHES[-1], **options)
-    cache = llm.llm_engine.vllm_config.cache_config
+    cache, core = llm.llm_engine.vllm_config.cache_config, llm.llm_engine
+    wanted = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     for line in sys.stdin:
-        context, batch, tokens = json.loads(line)
-        answer: dict[str, Any] = {
-            "fits": batch * (context + TURN_STEPS + SPARE) <= cache.num_gpu_blocks * cache.block_size
-        }
-        prompts = prompts_of(llm, [context] * batch)
-        if answer["fits"]:
-            _, first = generate(llm, prompts, 1 if tokens > 1 else 4)  # some more, so that loops are compiled
-        if answer["fits"] and tokens > 1:
-            done, whole = generate(llm, prompts, tokens)
+        context, batch, steps = json.loads(line)
+        answer: dict[str, Any] = {"fits": batch * (context + tokens + SPARE) <= cache.num_gpu_blocks * cache.block_size}
+        if answer["fits"] and not steps:
+            prompts = prompts_of(llm, [context] * batch)
+            generate(llm, prompts, 4)  # so that loops are compiled
+            for number, prompt in enumerate(prompts):
+                core.add_request(f"{context}-{batch}-{number}", {"prompt_token_ids": prompt}, wanted)
+            known = 0
+            while known < 2:  # noqa: PLR2004 - the first step reads the prompt's last token
+                known = min([len(done.outputs[0].token_ids) for done in core.step()] or [0])
+        began, done = time.perf_counter(), []
+        for _ in range(steps):
+            done = core.step()
+        answer["seconds"] = round(time.perf_counter() - began, 4)
+        if done and done[0].finished:
             told = (done[0].kv_transfer_params or {}).get("sfi") or {}
-            answer["tokens_per_second"] = round(batch * (tokens - 1) / (whole - first), 3)
             answer["read_ratio"] = told.get("cache_read_ratio", 1.0)
         print(json.dumps(answer), flush=True)
     return 0
