@@ -159,14 +159,14 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
 def code_tokens(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
-    query_BHGD: torch.Tensor | None = None,
+    query_BHGD: torch.Tensor | None = None, pseudo: PseudoToken | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """See `reference.code_tokens`."""
     scanning.check_codes(key_PHND, block_table_BP, descriptor, codes)
     scanning.append_new(key_PHND, block_table_BP, descriptor, append.reference)
     B, H = descriptor.batch, codes.summed_BH.shape[1]
     if query_BHGD is not None:
-        scanning.keep_queries(query_BHGD, descriptor, codes)
+        scanning.keep_queries(query_BHGD, descriptor, codes, pseudo, scale)
     table_BX = descriptor.table_BX.clone()
     table_BX[:, MODE].masked_fill_(table_BX[:, MODE] == FAST, SLOW)  # so that nothing is chosen
     nothing_BH, nothing_BHX = torch.empty(B, H, dtype=torch.int32), torch.empty(B, H, 0, dtype=torch.int32)
@@ -187,7 +187,7 @@ def code_scan(
     scanning.check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     (B, H, G, _), table_BX = query_BHGD.shape, descriptor.table_BX
     if early:
-        table_BX = table_BX.clone()
+        table_BX, codes = table_BX.clone(), codes._replace(mean_BHD=torch.zeros_like(codes.mean_BHD))
         table_BX[:, QUERIES] = 0  # so that nothing is coded
     else:
         scanning.append_new(key_PHND, block_table_BP, descriptor, append.reference)

@@ -85,8 +85,8 @@ def choose(
     batch, early = _batch(layer, step, query_BHG1D, longest, table_BP), layer.run.early.pop(layer.index, None)
     if early is None:
         return _choose(layer, batch)
-    layer.run.policy.companion.follow(batch)
     layer.run.side.wait(layer.index)
+    layer.run.policy.companion.follow(batch, early.pseudo)
     early.job = None  # which refers to it
     return early.selections, early.pseudo
 

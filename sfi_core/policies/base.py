@@ -17,6 +17,7 @@ from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.choice import Choice
 from sfi_kernels.constants import MASKED_SCORE
 from sfi_kernels.pack.reference import packed_positions
+from sfi_kernels.partial_attention import PseudoToken
 from sfi_kernels.step_descriptor import FAST, MODE, SLOT, StepDescriptor
 from sfi_kernels.top_k import top_k
 
@@ -206,8 +207,11 @@ class Companion:
         """
         return None
 
-    def follow(self, batch: BatchContext) -> None:
-        """Take in the step's new keys and true queries, once they are there, after an early `choose`."""
+    def follow(self, batch: BatchContext, pseudo: PseudoToken | None) -> None:
+        """Take in the step's new keys and true queries, once they are there, after an early `choose`.
+
+        That gave the pseudo token, which may be mended in place.
+        """
 
     def keeps(self, rows: int, group: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, capacity: int) -> Any:
         """Allocate what the policy keeps of a layer for `rows` requests of `capacity` tokens at most: `Kept`, or None.

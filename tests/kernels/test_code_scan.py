@@ -168,6 +168,28 @@ def test_what_is_kept_of_a_logit_moves_a_key_only_at_the_edge_of_a_score(monkeyp
     assert (chosen_HT.sum(1) == BUDGET).all()
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
+def test_after_an_early_choice_the_pseudo_token_has_the_true_query_s_logit_of_the_mean_key(backend: str):
+    """A query that was predicted but for what all keys have in common chooses and weighs as the true one."""
+    case = Case(2, 3, 72, 40)
+    basis_BHWCD = case.codes.query_BHWCD
+    basis_BHWCD -= along(basis_BHWCD, case.codes.mean_BHD[:, :, None, None])
+    wanted, true = case.run("torch")[0], case.query
+    case.query = true + 3 * case.codes.mean_BHD[:, :, None]  # adds nothing to a channel
+    on = case.on(kernel_device(backend))
+    position, length = on.table.new_zeros(len(REQUESTS), 2, SINK + BUDGET), on.table.new_zeros(len(REQUESTS), 2)
+    rows = on.key, on.value, on.table, on.step, on.codes
+    got = code_scan.on(backend)(on.query, *rows, position, length, budget=BUDGET, scale=SCALE, rest=REST, early=True)
+    code_tokens.on(backend)(on.key, *rows[2:], true.to(on.query.device), got.pseudo, SCALE)
+    for row in (row for row, (mode, _) in enumerate(REQUESTS) if mode == FAST):
+        assert torch.equal(got.index_BHK[row].cpu(), wanted.index_BHK[row])
+        torch.testing.assert_close(got.pseudo.part()[1][row].cpu(), wanted.pseudo.part()[1][row], rtol=1e-4, atol=2e-3)
+
+
+def along(x: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+    return (x * direction).sum(-1, keepdim=True) / direction.square().sum(-1, keepdim=True) * direction
+
+
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
 def test_new_rows_are_appended_before_they_are_coded(backend: str, fast: bool):

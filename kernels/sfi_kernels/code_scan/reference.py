@@ -36,12 +36,12 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
 def code_tokens(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
-    query_BHGD: torch.Tensor | None = None,
+    query_BHGD: torch.Tensor | None = None, pseudo: PseudoToken | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Code the new keys of every request that decodes, in place of `codes.word_BHWT`.
 
     They are in the pages, or among the descriptor's `new` rows, which are appended first. Queries of fast requests are
-    kept, if they are given.
+    kept, if they are given, and the logit of the mean key is added to their `pseudo` token of an early choice.
     """
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     append_new(key_PHND, block_table_BP, descriptor, append.reference)
@@ -51,14 +51,20 @@ def code_tokens(
             key_HTD = read_pages(key_PHND, block_table_BP[row], start, stop)[0]
             codes.word_BHWT[slot, :, :, start:stop] = words_of(key_HTD, codes.mean_BHD[slot], codes.encode_BHWDC[slot])
     if query_BHGD is not None:
-        keep_queries(query_BHGD, descriptor, codes)
+        keep_queries(query_BHGD, descriptor, codes, pseudo, scale)
 
 
-def keep_queries(query_BHGD: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes) -> None:
-    """Keep the queries of fast requests for learning a basis again."""
+def keep_queries(
+    query_BHGD: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes, pseudo: PseudoToken | None = None,
+    scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Keep the queries of fast requests for learning a basis again; for `pseudo` see `code_tokens`."""
     for row, numbers in enumerate(descriptor.table_BX.tolist()):
         if numbers[step.MODE] == step.FAST:
-            codes.recent_BHXGD[numbers[step.SLOT], :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
+            slot = numbers[step.SLOT]
+            codes.recent_BHXGD[slot, :, (numbers[step.LENGTH] - 1) % KEPT] = query_BHGD[row]
+            if pseudo is not None:
+                pseudo.logit_BHG[row] += (query_BHGD[row].float() * scale @ codes.mean_BHD[slot][:, :, None])[..., 0]
 
 
 def code_scan(
@@ -87,11 +93,13 @@ def code_scan(
     pseudo token has the mean value of J. `diagnoses` asks for diagnostics, of which Triton returns none:
     `unread_estimate`, the estimated attention on the keys of J that are not read, and `score_margin`, the score of the
     last key chosen over that of the best one that is not. `early` queries foretell those of the step, whose new keys
-    are not there yet: `code_tokens` codes them later, and keeps the true queries.
+    are not there yet: `code_tokens` codes them later, keeps the true queries, and adds the logit of the mean key, which
+    `pseudo` then lacks.
     """
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
     if not early:
         code_tokens(key_PHND, block_table_BP, descriptor, codes, query_BHGD)
+    seen = codes._replace(mean_BHD=torch.zeros_like(codes.mean_BHD)) if early else codes
     B, H, G, _ = query_BHGD.shape
     index_BHK = position_BHS.new_full((B, H, budget), -1)
     logit_BHG = query_BHGD.new_full((B, H, G), -torch.inf, dtype=torch.float32)
@@ -108,7 +116,7 @@ def code_scan(
         value_BHE[row] = _mean_value(value_PHNE, block_table_BP[row], codes, slot, first, stop)
         chosen = torch.arange(max(count, 0), device=index_BHK.device, dtype=torch.int32).expand(H, -1)
         if count > budget:
-            logits_HGT = scanned(query_BHGD[row], codes, slot, scale)[..., first:stop]
+            logits_HGT = scanned(query_BHGD[row], seen, slot, scale)[..., first:stop]
             chosen, logit_BHG[row] = choose_likeliest(logits_HGT, budget, rest=rest)
             for name, value_H in diagnosed(logits_HGT, chosen).items() if diagnoses else ():
                 diagnostics[name][row] = value_H

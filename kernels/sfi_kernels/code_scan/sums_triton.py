@@ -133,9 +133,12 @@ def _token_rows(
 @triton.jit
 def _project(
     query_ptr, mean_ptr, basis_ptr, factor_ptr, scale,
-    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    W: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """Store the factors of the channels for `chunk_logits`; all programs of a head store the same."""
+    """Store the factors of the channels for `chunk_logits`; all programs of a head store the same.
+
+    An early query's logits, of a choice that codes nothing, lack the mean key's.
+    """
     d, slot = tl.arange(0, BLOCK_D), tl.arange(0, SLOTS)
     unit = tl.zeros([SLOTS], tl.float32)
     for i in tl.static_range(SLOTS):
@@ -146,24 +149,24 @@ def _project(
         for g in range(G):  # these sums take less time than a float32 product of tiles
             query = tl.load(query_ptr + g * D + d, mask=d < D, other=0.0).to(tl.float32) * scale
             if w == 0:
-                tl.store(factor_ptr + g, tl.sum(query * mean))
+                tl.store(factor_ptr + g, tl.sum(query * mean) if CODES else 0.0)
             factor = tl.sum(basis * query[None, :], 1) * unit
             tl.store(factor_ptr + (slot + w * SLOTS + 1) * G + g, factor)
     tl.debug_barrier()  # other threads of the program load what these have stored
 
 
-@triton.jit(do_not_specialize=["chunks", "each", "pages_per_request", "capacity", "budget", "T"])
+@triton.jit(do_not_specialize=["parts", "chunks", "each", "pages_per_request", "capacity", "budget", "T"])
 def _code_scan_sums_kernel(
     query_ptr, key_ptr, value_ptr, new_key_ptr, new_value_ptr, norm_ptr, block_table_ptr, table_ptr,
     mean_ptr, encode_ptr, basis_ptr, word_ptr, sum_ptr, summed_ptr, recent_ptr, mean_value_ptr, factor_ptr,
-    below_ptr, lse_ptr, counts_ptr, chunks, each, scale, pages_per_request, capacity, budget, T,
+    below_ptr, lse_ptr, counts_ptr, pseudo_ptr, parts, chunks, each, scale, pages_per_request, capacity, budget, T,
     key_batch_stride, key_head_stride, key_token_stride,
     value_batch_stride, value_head_stride, value_token_stride,
     KEY_STRIDES: tl.constexpr, VALUE_STRIDES: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr, CHOOSE: tl.constexpr, APPENDS: tl.constexpr, CODES: tl.constexpr, KEEPS: tl.constexpr,
-    CHAINED: tl.constexpr,
+    MENDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     await_previous(CHAINED)
     pair, program = tl.program_id(1).to(tl.int64), tl.program_id(0) - 1
@@ -224,6 +227,14 @@ def _code_scan_sums_kernel(
             where = (kept_pair * KEPT + (length - 1) % KEPT) * G + g[:, None]
             valid = (g[:, None] < tl.where(mode == FAST, G, 0)) & (d[None, :] < D)
             tl.store(recent_ptr + where * D + d[None, :], query, mask=valid)
+            if MENDS:
+                mean_key = tl.load(mean_ptr + d, mask=d < D, other=0.0)
+                logit = tl.sum(query.to(tl.float32) * mean_key[None, :], 1) * scale
+                for begin in range(0, parts, TOKENS):
+                    part = begin + tl.arange(0, TOKENS)
+                    at = pseudo_ptr + (pair * G + g[:, None]) * parts + part[None, :]
+                    inside = (g[:, None] < tl.where(mode == FAST, G, 0)) & (part[None, :] < parts)
+                    tl.store(at, tl.load(at, mask=inside, other=0.0) + logit[:, None], mask=inside)
         return
     chunk, stop_chunk = program * each, tl.minimum((program + 1) * each, tl.cdiv(stop, CHUNK))
     chunk = tl.maximum(chunk, first // CHUNK)
@@ -233,7 +244,7 @@ def _code_scan_sums_kernel(
     factor_ptr += pair * (1 + W * SLOTS) * G
     query_ptr += pair * G * D
     basis_ptr += kept_pair * W * SLOTS * D
-    _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D)
+    _project(query_ptr, mean_ptr, basis_ptr, factor_ptr, scale, W, G, D, BLOCK_D, CODES)
     for own_chunk in range(chunk, stop_chunk):
         t = own_chunk * CHUNK + tl.arange(0, CHUNK)
         valid = (t >= first) & (t < stop)

@@ -156,16 +156,17 @@ def encode_keys(key_HTD: torch.Tensor, basis: CodeBasis) -> torch.Tensor:
 
 def code_tokens(
     key_PHND: torch.Tensor, block_table_BP: torch.Tensor, descriptor: StepDescriptor, codes: BatchCodes,
-    query_BHGD: torch.Tensor | None = None,
+    query_BHGD: torch.Tensor | None = None, pseudo: PseudoToken | None = None, scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """See `reference.code_tokens`. D up to 256."""
+    """See `reference.code_tokens`. D up to 256; the pseudo token's logits may be in parts."""
     check_codes(key_PHND, block_table_BP, descriptor, codes)
     empty, keeps = codes.sum_BHE, query_BHGD is not None
     query, G = (empty, 1) if query_BHGD is None else (query_BHGD.contiguous(), query_BHGD.shape[2])
     value_PHNE = key_PHND if descriptor.new is None else descriptor.new.value_PHNE
+    logit, mends = (empty, False) if pseudo is None else (pseudo.logit_BHG, True)
     _sum(
-        0, query, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH), 1.0,
-        0, G=G, BLOCK_G=triton.next_power_of_2(G), CHUNK=1, CHOOSE=False, CODES=True, KEEPS=keeps,
+        0, query, key_PHND, value_PHNE, block_table_BP, descriptor, codes, (*[empty] * 4, codes.summed_BH, logit),
+        scale, 0, G=G, BLOCK_G=triton.next_power_of_2(G), CHUNK=1, CHOOSE=False, CODES=True, KEEPS=keeps, MENDS=mends,
     )  # fmt: skip
 
 
@@ -194,8 +195,8 @@ def code_scan(
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk}
     _sum(
         chunks, query_BHGD.contiguous(), key_PHND, value_PHNE, block_table_BP, descriptor, codes,
-        (pseudo.value_BHE, factor, below_BHGT, lse, counts), scale, budget, **common, CHOOSE=True,
-        CODES=not early, KEEPS=not early,
+        (pseudo.value_BHE, factor, below_BHGT, lse, counts, lse), scale, budget, **common, CHOOSE=True,
+        CODES=not early, KEEPS=not early, MENDS=False,
     )  # fmt: skip
     launch(
         _code_scan_score_kernel, (chunks, pairs), table, below_BHGT, lse, counts, columns, score_BHT, log_sum_BHG,
@@ -223,7 +224,8 @@ def _sum(
     each = max(1, triton.cdiv(chunks * B * H, RESIDENT * target(key.device).processors))
     launch(
         sums, (1 + triton.cdiv(chunks, each), B * H), query, key, value, *rows, norm, block_table,
-        descriptor.table_BX, *codes, *made, chunks, each, scale, block_table.shape[1], capacity, budget,
+        descriptor.table_BX, *codes, *made, made[-1][0, 0, 0].numel(), chunks, each, scale, block_table.shape[1],
+        capacity, budget,
         rows[0].shape[2], *(stride for part in rows for stride in part.stride()[:3]),
         KEY_STRIDES=kernel_strides(key, "key"), VALUE_STRIDES=kernel_strides(value, "value"), H=H, D=D, E=E, W=W,
         PAGE=page_size, BLOCK_D=padded(D), BLOCK_E=padded(E),

@@ -27,6 +27,7 @@ from sfi_kernels.choice import Choice
 from sfi_kernels.code_scan import KEPT, SLOTS, BatchCodes, CodeBasis, code_scan, code_tokens, encode_keys
 from sfi_kernels.code_scan.codes import bits_of, words
 from sfi_kernels.compiled import fastest
+from sfi_kernels.partial_attention import PseudoToken
 
 QUERIES = 256  # the last queries of the prompt, which the basis is learned from
 RELEARN = KEPT  # tokens of a request until it is learned again
@@ -69,10 +70,15 @@ class CodeScan(Companion, Policy):
             scale=batch.scale, rest=self.config.codescan.rest, diagnoses=batch.wants_diagnostics, early=batch.early,
         )  # fmt: skip
 
-    def follow(self, batch: BatchContext) -> None:
-        """Code the new keys, and keep the true queries for the next basis."""
+    def follow(self, batch: BatchContext, pseudo: PseudoToken | None) -> None:
+        """Code the new keys, keep the true queries for the next basis, and give the pseudo token the mean key's logit.
+
+        A predicted query may differ from the true one by what all keys have in common: a bias of Qwen2.5's queries
+        does, so that the pseudo token's weight would be off by a factor beside the keys that are read.
+        """
         backend = fastest(batch.backend, batch.query_BHGD.device, batch.key_PHND, batch.value_PHNE)
-        code_tokens.on(backend)(batch.key_PHND, batch.block_table_BP, batch.descriptor, batch.kept, batch.query_BHGD)
+        rows = batch.block_table_BP, batch.descriptor, batch.kept
+        code_tokens.on(backend)(batch.key_PHND, *rows, batch.query_BHGD, pseudo, batch.scale)
 
     def lacks(self, state: RequestState, note: Notes) -> bool:
         """Say whether to learn a basis: there are more candidates than the budget, and none or an old one."""

@@ -49,8 +49,8 @@ def test_the_query_is_the_layer_s_own_of_the_residual_before_the_last_mlp(monkey
         given.append((batch.early, batch.query_BHGD.clone()))
         return choose(policy, batch)
 
-    def followed(policy, batch):
-        follow(policy, batch)
+    def followed(policy, batch, pseudo):
+        follow(policy, batch, pseudo)
         place = (batch.descriptor.length_B[0] - 1) % KEPT
         true.append((batch.query_BHGD[0], batch.kept.recent_BHXGD[0, :, place].clone()))
 
