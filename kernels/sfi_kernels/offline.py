@@ -264,7 +264,7 @@ class Case:
             code_tokens.triton(self.key, self.table, described, codes)
             self._scan(described, codes)
         for described in (step, replace(step, new=new)):
-            code_tokens.triton(self.key, self.table, described, codes, self.query[:, :, :, 0])
+            code_tokens.triton(self.key, self.table, described, codes, self.query[:, :, :, 0], self.parts)
         self._scan(step, codes, early=True)
 
     def _scan(self, step: StepDescriptor, codes: BatchCodes, *, early: bool = False) -> None:
