@@ -26,6 +26,7 @@ from sfi_core.measure.evaluation.grid import Method
 DOCS = Path(__file__).parents[2] / "docs" / "evidence"
 MADE = "Made by `python benchmarks/study.py report`."
 BESIDE_THE_FIRST = ("apart", "ablation", "granularity")
+FEWEST = 2  # methods of a page
 AT_READS = "KL at equal total reads, between the measured shares."
 BOOTSTRAP = (
     "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed equally."
@@ -91,15 +92,13 @@ class Report:
 
     def lossless(self) -> list[Path]:
         """Write page `lossless`."""
-        rows = [row for row in self._rows(LosslessPart) if row["method"] != FULL and "verifications" in row]
-        if not rows:
-            return []
-        parts = [
-            (f"{length} prompt tokens, {_counts(some)}.", lossless.drafted(some, self._listed("lossless")))
-            for length in sorted({row["length"] for row in rows})
-            if (some := [row for row in rows if row["length"] == length])
-        ]
-        return [self._page("lossless", f"{self.model}, half `{self.half}`, greedy", parts)]
+        rows, parts = self._rows(LosslessPart), []
+        for length in sorted({row["length"] for row in rows}):
+            some = [row for row in rows if row["length"] == length]
+            drafts = [row for row in some if row["method"] != FULL and "error" not in row]
+            about = f"{length} prompt tokens, {_counts(some)}."
+            parts.append((about, lossless.drafted(drafts, self._listed("lossless"))))
+        return [self._page("lossless", f"{self.model}, half `{self.half}`, greedy", parts)] if parts else []
 
     def health(self) -> list[Path]:
         """Write page `health`."""
@@ -149,7 +148,7 @@ class Report:
 
     def _beside_the_first(self, name: str, data: Measured, about: str, length: int) -> list[Path]:
         named = self._having(data, name)
-        if not named:
+        if 2 * len(named) <= len(self._listed(name)):  # rows of another table, which shares some methods
             return []
         shares = _shares(data, named)
         found = front.against(data, named, named[0][1], shares)
@@ -172,7 +171,7 @@ class Report:
     def _having(self, data: Measured, table: str) -> list[tuple[str, str]]:
         have, listed = {method for method, _ in data.windows}, self._listed(table)
         named = [(label, method) for label, method in listed if method in have]
-        return named if 2 * len(named) > len(listed) else []  # else rows of another table, which shares some methods
+        return named if len(named) >= FEWEST else []  # else rows of another table, which shares some methods
 
     def _rows(self, part: type[Part]) -> list[Row]:
         found: dict[Key, Row] = {}
