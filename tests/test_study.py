@@ -85,10 +85,10 @@ def test_no_document_is_in_both_halves(kind):
     assert not [one for one in documents if one in dev and one in held]
 
 
-@pytest.mark.parametrize("count", [8, 30])
-def test_the_interval_is_scipy_s(count):
+@pytest.mark.parametrize(("count", "kinds"), [(8, 1), (30, 1), (8, 8)])
+def test_the_interval_is_scipy_s(count, kinds):
     sample = np.random.default_rng(count).gamma(2, size=count)
-    found = estimate({"prose": sample[:, None]})
+    found = estimate({f"kind {kind}": sample[kind::kinds, None] for kind in range(kinds)})
     expected = scipy.stats.bootstrap(
         [sample], np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(1)
     ).confidence_interval

@@ -1,4 +1,7 @@
-"""95 % bootstrap intervals over windows: whole windows are drawn within each kind of text (Efron 1979)."""
+"""95 % bootstrap intervals over windows (Efron 1979): whole windows are drawn within each kind of text.
+
+Where a kind has a single window, the kinds are drawn as well.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -50,20 +53,23 @@ def estimates(values: Mapping[str, Array], statistic: Callable[[Array], Array] =
     """Give several statistics of a mean over kinds their intervals; the statistic returns [..., statistics].
 
     Columns may hold NaN where a window has no such steps: the mean is over the windows that have. What is not
-    a number in some resamples has its interval from the others. A kind of a single window gives no interval.
+    a number in some resamples has its interval from the others. A single window gives no interval.
     """
     rng = np.random.default_rng(0)
-    means, resampled = [], []
-    for kind in sorted(values):
-        one = values[kind]
-        drawn = rng.integers(len(one), size=(RESAMPLES, len(one)))
-        means.append(mean_known(one, 0))
-        resampled.append(mean_known(one[drawn], 1))
-    value_S = statistic(mean_known(np.stack(means), 0))
-    value_RS = statistic(mean_known(np.stack(resampled), 0))
-    if min(map(len, values.values())) < 2:  # noqa: PLR2004 - a single window is drawn again and again
-        return [Estimate(float(value), np.nan, np.nan) for value in value_S]
+    kinds = [values[kind] for kind in sorted(values)]
+    value_S = statistic(mean_known(np.stack([mean_known(window_NC, 0) for window_NC in kinds]), 0))
+    drawn_KRC = np.stack([_drawn(window_NC, rng) for window_NC in kinds])
+    if min(map(len, kinds)) < 2:  # noqa: PLR2004 - it would be drawn again and again
+        if len(kinds) < 2:  # noqa: PLR2004
+            return [Estimate(float(value), np.nan, np.nan) for value in value_S]
+        drawn_KRC = drawn_KRC[rng.integers(len(kinds), size=(len(kinds), RESAMPLES)), np.arange(RESAMPLES)]
+    value_RS = statistic(mean_known(drawn_KRC, 0))
     return [Estimate(float(value), *_ends(value_R)) for value, value_R in zip(value_S, value_RS.T, strict=True)]
+
+
+def _drawn(window_NC: Array, rng: np.random.Generator) -> Array:
+    # means of as many windows of a kind, drawn anew: [RESAMPLES, columns]
+    return mean_known(window_NC[rng.integers(len(window_NC), size=(RESAMPLES, len(window_NC)))], 1)
 
 
 def _ends(value_R: Array) -> tuple[float, float]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
-from benchmarks.study import answers, front, health, lossless, observed
-from benchmarks.study.fidelity import FidelityPart
+from benchmarks.study import ahead, answers, front, health, lossless, observed
+from benchmarks.study.fidelity import TOP, FidelityPart
 from benchmarks.study.figures import draw_front, draw_stability
 from benchmarks.study.health import HealthPart
 from benchmarks.study.listed import FULL, read_table, spec
@@ -29,7 +29,8 @@ BESIDE_THE_FIRST = ("apart", "ablation", "granularity")
 FEWEST = 2  # methods of a page
 AT_READS = "KL at equal total reads, between the measured shares."
 BOOTSTRAP = (
-    "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, kinds weighed equally."
+    "Intervals are 95 % bootstrap intervals: whole windows drawn within each kind of text, and where a kind has a "
+    "single window the kinds too; kinds weigh the same."
 )
 WILSON = "Intervals are 95 % Wilson intervals."
 
@@ -49,7 +50,14 @@ class Report:
     def write(self) -> None:
         """Write every page and figure that has rows."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in (*self.fidelity(), *self.stability(), *self.lossless(), *self.health(), *self.tasks()):
+        for path in (
+            *self.fidelity(),
+            *self.ahead(),
+            *self.stability(),
+            *self.lossless(),
+            *self.health(),
+            *self.tasks(),
+        ):
             print(f"Wrote {path}", file=sys.stderr)
 
     def fidelity(self) -> list[Path]:
@@ -66,6 +74,21 @@ class Report:
             made += self._front(data, about, length)
             for name in BESIDE_THE_FIRST:
                 made += self._beside_the_first(name, data, about, length)
+        return made
+
+    def ahead(self) -> list[Path]:
+        """Write the pages of choosing half a layer ahead, which have rows of their own in `ahead.jsonl`."""
+        made, named, rows = [], self._listed("ahead"), self._rows(FidelityPart, "ahead")
+        for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
+            some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
+            data, shares = measured(some), sorted({row["share"] for row in some} - {None})
+            parts = [
+                ("KL beside the same method's that chooses in its turn.", ahead.times(data, named, shares)),
+                (f"Of the {TOP} likeliest positions, and of all probability, what fast steps read.",
+                 ahead.recalled(some, named)),
+            ]  # fmt: skip
+            about = f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, {_counts(some)}"
+            made.append(self._page(f"ahead-{length}" + f"-{tokens}" * (tokens >= LONG), about, parts))
         return made
 
     def stability(self) -> list[Path]:
@@ -173,9 +196,9 @@ class Report:
         named = [(label, method) for label, method in listed if method in have]
         return named if len(named) >= FEWEST else []  # else rows of another table, which shares some methods
 
-    def _rows(self, part: type[Part]) -> list[Row]:
+    def _rows(self, part: type[Part], name: str = "") -> list[Row]:
         found: dict[Key, Row] = {}
-        for path in sorted(self.results.rglob(f"{part.name}.jsonl")):
+        for path in sorted(self.results.rglob(f"{name or part.name}.jsonl")):
             records = Records(path, part.columns)
             found |= {records.key(row): row for row in records.rows()}
         asked = (self.model, self.half)
