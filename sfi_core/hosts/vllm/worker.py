@@ -18,9 +18,8 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.rows import PADDING, RowLaunch
-from sfi_core.policies.base import Policy
 from sfi_core.state.kv_cache import PagedView
-from sfi_core.state.layer_pages import LayerPages, SegmentShape
+from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import SLOW, StepRequest, sent
 
@@ -82,15 +81,6 @@ class BorrowedPages(PagedView):
         raise TypeError("vLLM writes its own cache")
 
     copy = append
-
-
-def kept_of(policy: Policy, shape: SegmentShape, slots: int, query_heads: int, longest: int) -> Any:
-    """Allocate what a policy keeps of a layer for requests of at most `longest` tokens, if anything."""
-    key, value = (
-        torch.empty(0, shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
-        for width in (shape.key_width, shape.value_width)
-    )
-    return policy.companion.keeps(slots, query_heads // shape.heads, key, value, longest)
 
 
 @dataclass(frozen=True, slots=True)
