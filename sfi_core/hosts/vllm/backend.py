@@ -8,6 +8,7 @@ flags choose ours, see `attention_flags`; it has not run on one.
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,60 +86,13 @@ class PagedBuilder(Mixin):
         if self._sfi and engine is not None:
             made.sfi = batch = Batch(copy.copy(common_attn_metadata), self)
             engine.built[self] = batch.enter
-            if batch.alone:  # before a graph may be recorded
-                engine.launch.prepare(batch.alone)
+            if batch.alone:
+                engine.launch.rest(batch.alone)
         return made
 
     def build_part(self, common: Any) -> Any:
         """Build vLLM's metadata for a part of the batch."""
         return super().build(0, common, True)
-
-
-class SfiBackend(Mixin):
-    """A vLLM backend with an implementation and a builder of ours."""
-
-    impl: Any
-    builder: Any
-
-    @classmethod
-    def get_impl_cls(cls) -> Any:
-        """Return the implementation."""
-        return cls.impl
-
-    @classmethod
-    def get_builder_cls(cls) -> Any:
-        """Return the builder."""
-        return cls.builder
-
-
-class PagedBackend(SfiBackend):
-    """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
-
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
-
-    @staticmethod
-    def get_name() -> str:
-        """Return vLLM's name for backends of others."""
-        return "CUSTOM"
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the layout in which the tokens of a head lie together."""
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Serve decoders only."""
-        return bool(attn_type == AttentionType.DECODER)
-
-    @classmethod
-    def _no(cls) -> bool:
-        return False
-
-    supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
-    supports_rswa = _no  # no layer forgets generated tokens
-    supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
-    supports_kv_cache_update_bypass = False  # a part of a batch is cut out of its keys, too
 
 
 class PagedImpl(Mixin):
@@ -158,7 +112,6 @@ class PagedImpl(Mixin):
     norm_X: torch.Tensor | None = None
     given = False
     supports_dcp = False
-    supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""
@@ -195,52 +148,79 @@ class PagedImpl(Mixin):
         if engine is None or batch is None or (engine.entered is None and not batch.alone):
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
-        H, count = self.num_kv_heads, batch.alone
-        if engine.entered is not None and not count:
+        if not batch.alone:
             metadata, tokens = batch.rest or (attn_metadata, slice(None))
             operands = query[tokens], key[tokens], value[tokens]
             attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
-            count = sum(entry.count for _, entry in engine.entered.rows)
-        query_XHGD, out_XHGE = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
-        # a dummy pass does what a graph that is recorded in one does: no row has work
+        H = self.num_kv_heads
+        query_XHGD, out_XHGE = (x.view(len(x), H, -1, x.shape[-1]) for x in (query, output))
         engine.attend(
             layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
-            alone=batch.alone > 0, scale=self.scale, soft_cap=self.logits_soft_cap or None,
+            scale=self.scale, soft_cap=self.logits_soft_cap or None,
             sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
         )  # fmt: skip
         return output
 
 
-class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
-    """Makes the metadata."""
+class SfiBackend(Mixin):
+    """A vLLM backend with our implementation and our builder in front of its own; `before` stands between."""
+
+    before: tuple[type, ...] = ()
+
+    @classmethod
+    @cache
+    def get_impl_cls(cls) -> Any:
+        """Return the implementation, named like the backend."""
+        name = cls.__name__.replace("Backend", "Impl")
+        return type(name, (PagedImpl, *cls.before, super().get_impl_cls()), {"__doc__": PagedImpl.__doc__})
+
+    @classmethod
+    @cache
+    def get_builder_cls(cls) -> Any:
+        """Return the builder."""
+        return type(cls.__name__.replace("Backend", "Builder"), (PagedBuilder, super().get_builder_cls()), {})
 
 
-class SfiCpuImpl(PagedImpl, RowImpl):
-    """Attends over the layout of GPUs."""
+class PagedBackend(SfiBackend):
+    """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
+
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
+
+    @staticmethod
+    def get_name() -> str:
+        """Return vLLM's name for backends of others."""
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return the layout in which the tokens of a head lie together."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Serve decoders only."""
+        return bool(attn_type == AttentionType.DECODER)
+
+    @classmethod
+    def _no(cls) -> bool:
+        return False
+
+    supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
+    supports_rswa = _no  # no layer forgets generated tokens
+    supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
+    supports_kv_cache_update_bypass = False  # a part of a batch is cut out of its keys, too
 
 
 class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):
-    """vLLM's CPU backend with sfi."""
+    """vLLM's CPU backend with sfi, over the layout of GPUs."""
 
-    impl, builder = SfiCpuImpl, SfiCpuBuilder
+    before = (RowImpl,)
 
 
 # FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
 _flash = is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80)
 _Backend: Any = flash_attn.FlashAttentionBackend if _flash else triton_attn.TritonAttentionBackend
-_Builder: Any = flash_attn.FlashAttentionMetadataBuilder if _flash else triton_attn.TritonAttentionMetadataBuilder
-_Impl: Any = flash_attn.FlashAttentionImpl if _flash else triton_attn.TritonAttentionImpl
-
-
-class SfiCudaBuilder(PagedBuilder, _Builder):
-    """Makes the metadata."""
-
-
-class SfiCudaImpl(PagedImpl, _Impl):
-    """Attends."""
 
 
 class SfiCudaBackend(PagedBackend, _Backend):
     """The backend that vLLM's registry has as `CUSTOM`."""
-
-    impl, builder = SfiCudaImpl, SfiCudaBuilder

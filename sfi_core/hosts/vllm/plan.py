@@ -1,6 +1,5 @@
-"""What vLLM's scheduler says of a step, and what the plan makes of it, in plain numbers."""
+"""The plan of an engine step, in plain numbers: vLLM's scheduler makes it, its workers get it."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sfi_core.engine.ledger import RequestPass
@@ -52,13 +51,3 @@ class Plan:
 
     entries: list[Entry]
     freed: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step's schedule: new tokens by request; blocks and cached tokens of those that begin; others' new blocks."""
-
-    count: Mapping[str, int]
-    opened: Mapping[str, tuple[Sequence[int], int]]
-    blocks: Mapping[str, Sequence[int]]
-    preempted: Sequence[str]

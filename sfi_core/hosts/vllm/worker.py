@@ -88,7 +88,7 @@ class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
     `rows` are the batch's: each row's first token in the batch, and its entry. The first `launched` ones, of a token
-    each, are those of the launch; vLLM's own attention computes the others.
+    each, are those of the launch, padding included; vLLM's own attention computes the others.
     """
 
     rows: Sequence[tuple[int, Entry]]
@@ -144,11 +144,12 @@ class WorkerEngine:
         if decoding := {e.slot: e.request_pass for _, e in slotted if e.decode}:
             run.begin([decoding.get(slot, RequestPass()) for slot in range(self.store.batch)])
             prepare_layers(run, run.batch_pass.fast, run.requests)
-        launched = len(rows) if padded else sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
+        launched = padded or sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
         if launched:
-            entries, more = [entry for _, entry in rows[:launched]], max(0, padded - launched)
+            entries = [entry for _, entry in rows[:launched]]
+            more = launched - len(entries)
             requests = [*map(self._request, entries), *[PADDING] * more]
-            self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more], alone=padded > 0)
+            self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more])
         self.entered = MatchedPass(rows, launched)
         return self.entered
 
@@ -167,17 +168,16 @@ class WorkerEngine:
         return StepRequest(mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False)
 
     def attend(
-        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, *, alone: bool,
-        **options: Any,
-    ) -> None:  # fmt: skip
+        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, **options: Any
+    ) -> None:
         """Attend with the pass's decoding rows, and select for prompts, whose outputs are already set.
 
-        Queries by KV head, `options` of `Layer`; `alone` are rows of a token each, which a graph may hold.
+        Queries by KV head, `options` of `Layer`. In a dummy pass no row has work, as where a graph is recorded in one.
         """
-        entered = None if alone else self.entered
-        if count := len(query_XHGD) if entered is None else entered.launched:
-            self.launch.attend(layer, query_XHGD[:count], out_XHGE[:count], table_RP, alone=alone, **options)
-        for first, entry in () if entered is None else entered.rows[count:]:
+        entered = self.entered
+        if entered is None or entered.launched:
+            self.launch.attend(layer, query_XHGD, out_XHGE, table_RP, **options)
+        for first, entry in () if entered is None else entered.rows[entered.launched :]:
             if entry.slot != NO_SLOT:
                 tokens = slice(first, first + entry.count)
                 query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
@@ -188,22 +188,20 @@ class WorkerEngine:
         self.plan, entered, self.entered = None, self.entered, None
         if entered is None:
             return
-        slotted = [entry for _, entry in entered.rows if entry.slot != NO_SLOT]
-        launched = [entry for _, entry in entered.rows[: entered.launched] if entry.slot != NO_SLOT]
-        if any(entry.decode for entry in slotted):
+        slotted = [(place, entry) for place, (_, entry) in enumerate(entered.rows) if entry.slot != NO_SLOT]
+        if decoding := [entry for _, entry in slotted if entry.decode]:
             self.launch.finish()
-            self.launch.refresh([entry.slot for entry in launched if entry.decode and entry.selects])
+            self.launch.refresh([entry.slot for entry in decoding if entry.selects])
             self.run.end_pass()
-        for entry in launched:
+        for place, entry in slotted:
             if not entry.decode:
-                self.launch.end_prompt(self._reading[entry.slot], entry.slot)
-        self.store.note_norms()
-        self.launch.rest()
-        for entry in slotted:
-            if not entry.decode:
-                self._reading[entry.slot].end_pass()
+                reading = self._reading[entry.slot]
+                if place < entered.launched:  # a piece of a single token
+                    self.launch.end_prompt(reading, entry.slot)
+                reading.end_pass()
                 if entry.request_pass.ends_prompt:
                     self.run.step = self._reading.pop(entry.slot).step
+        self.store.note_norms()
 
     def _read(self, entry: Entry) -> None:
         if entry.opens:
