@@ -7,6 +7,7 @@ flags choose ours, see `attention_flags`; it has not run on one.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.cpu import RowImpl
 from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
 from sfi_core.hosts.vllm.names import give_room, is_configured, is_full, layer_index
+from sfi_core.hosts.vllm.plan import Entry
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
@@ -42,11 +44,9 @@ class Batch:
         """Rows of a batch of one token each, padding included, whose pass a graph may hold; 0 for another batch."""
         return int(self.common.num_reqs) if self.common.max_query_len == 1 else 0
 
-    def enter(self, engine: WorkerEngine) -> None:
+    def enter(self, engine: WorkerEngine, entries: Sequence[Entry]) -> None:
         """Enter the pass that has been planned; rows of no tokens pad the batch at the end."""
         common, table_RP = self.common, self.common.block_table_tensor
-        assert engine.plan is not None, "the scheduler has planned the pass"
-        entries = engine.plan.entries
         starts = common.query_start_loc_cpu.tolist()[: len(entries) + 1]
         lengths = common.seq_lens_cpu_upper_bound[: len(entries)].tolist()
         matched = self.builder.matcher.match(
@@ -130,7 +130,7 @@ class PagedImpl(Mixin):
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
-    def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
         D = self.head_size
         *_, width = kv_cache.shape

@@ -69,13 +69,11 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
         values = [getattr(event, field.name) for event in events]
         if isinstance(values[0], torch.Tensor):
             changes[field.name] = torch.cat(values).cpu()
+        elif isinstance(values[0], dict):  # diagnostics by name
+            joined = {name: torch.cat([named[name].flatten() for named in values]) for name in values[0]}
+            changes[field.name] = {name: tensor.cpu() for name, tensor in joined.items()}
     if isinstance(first, AuditEvent):
         changes["heads"] = tuple(range(len(first.heads) * len(events)))
-    else:
-        ranks = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
-        changes["diagnostics"] = {
-            name: torch.cat([tensors[name].flatten() for tensors in ranks]).cpu() for name in first.diagnostics
-        }
     return replace(first, **changes)
 
 
@@ -117,8 +115,7 @@ class SfiMetrics(metrics.KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts."""
         for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
+            self._counters[name][engine_idx].inc(value)
 
 
 class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
@@ -136,10 +133,10 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Begin the side that `role` names; raise `ConfigError` if settings or model do not fit."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = names.settings_of(vllm_config)
-        self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
+        self.group, layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
         self.block, self.key_width = int(spec.block_size), int(spec.head_size)
-        self.layers = sorted(names.layer_index(name) for name in self.layer_names)
+        self.layers = dict(sorted((names.layer_index(name), name) for name in layer_names))
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
         self.schedules = role == base.KVConnectorRole.SCHEDULER
@@ -158,7 +155,7 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy for a request's settings."""
         trigger = Trigger(frozenset(self.trigger_ids), config)
-        policy = policy_class(self.settings.options.policy)(config, trigger, self.layers)
+        policy = policy_class(self.settings.options.policy)(config, trigger, [*self.layers])
         policy.key_width = self.key_width  # the scheduler's side sees no key
         return policy
 
@@ -223,14 +220,14 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Borrow the caches of the full-attention layers; allocate their packed segments."""
         modules = self._vllm_config.compilation_config.static_forward_context
-        impls = {name: names.impl_of(modules[name]) for name in self.layer_names}
-        views = {name: impl.pages(modules[name], kv_caches[name]) for name, impl in impls.items()}
-        key, _ = views[self.layer_names[0]]
+        impls = {layer: names.impl_of(modules[name]) for layer, name in self.layers.items()}
+        views = {layer: impl.pages(kv_caches[self.layers[layer]]) for layer, impl in impls.items()}
+        key, _ = next(iter(views.values()))
         # a kernel may want smaller blocks than vLLM's scheduler gives
         page_size, device, longest = key.shape[2], key.device, self._vllm_config.model_config.max_model_len
         store = BorrowedPages(names.backend_of(device), page_size, self.slots, longest, device)
-        for name, (key, value) in views.items():
-            store.borrow(names.layer_index(name), key, value, impls[name].norm_X)
+        for layer, (key, value) in views.items():
+            store.borrow(layer, key, value, impls[layer].norm_X)
         audit = self.settings.audit
         run = Run(
             self.make_policy(self.settings.config),
@@ -243,13 +240,10 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             watchers=() if audit is None else (Audit(audit),),
         )
         run.layers.update(self.layers)
-        rooms: tuple[dict[int, Any], ...] = run.segments, run.kept, (evidence := {})
-        for name, impl in impls.items():
-            layer = names.layer_index(name)
-            run.groups[layer] = impl.num_heads // impl.num_kv_heads
-            for by_layer, room in zip(rooms, (impl.segment, impl.kept, impl.evidence), strict=True):
-                if room is not None:
-                    by_layer[layer] = room
+        run.groups = {layer: impl.num_heads // impl.num_kv_heads for layer, impl in impls.items()}
+        run.segments = {layer: impl.segment for layer, impl in impls.items() if impl.segment is not None}
+        run.kept = {layer: impl.kept for layer, impl in impls.items() if impl.kept is not None}
+        evidence = {layer: impl.evidence for layer, impl in impls.items() if impl.evidence is not None}
         self.engine = WorkerEngine(run, store, RowLaunch(run, evidence), self.block // page_size)
         for impl in impls.values():
             impl.engine = self.engine

@@ -178,9 +178,8 @@ class Planner:
         passes = {name: self._pass(self.tracked[name], count) for name, count in counts.items()}
         selecting = [name for name, one in passes.items() if self._asks(self.tracked[name], one)]
         if self._evidence is not None:
-            due = [name for name in selecting if not passes[name].ends_prompt]
-            due.sort(key=lambda name: -self.tracked[name].waited)
-            for name in due[self._evidence :]:
+            due = (name for name in selecting if not passes[name].ends_prompt)
+            for name in sorted(due, key=lambda name: -self.tracked[name].waited)[self._evidence :]:
                 selecting.remove(name)
                 tracked = self.tracked[name]
                 tracked.due, tracked.waited = passes[name].reason, tracked.waited + 1

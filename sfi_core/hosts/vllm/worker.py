@@ -71,16 +71,11 @@ class BorrowedPages(PagedView):
         self.note_norms(layer)
         return super().norms(layer, page_RHP)
 
-    def grow(self, capacity: int) -> None:
-        """Raise `ValueError` beyond vLLM's `max_model_len`: the cache cannot grow."""
-        if capacity > self.capacity:
-            raise ValueError(f"cache holds {self.capacity} tokens a request, got {capacity}")
-
     def append(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: vLLM appends, and owns the blocks."""
         raise TypeError("vLLM writes its own cache")
 
-    copy = append
+    grow = append
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +93,8 @@ class MatchedPass:
 class WorkerEngine:
     """The engine of one worker process over vLLM's cache, `store`.
 
-    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `plan` is the scheduler's of
-    the forward pass under way, and `entered` the pass; both are None in dummy passes.
+    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `entered` is the pass under
+    way, None in a dummy pass.
     """
 
     def __init__(self, run: Run, store: BorrowedPages, launch: RowLaunch, split: int = 1) -> None:
@@ -107,14 +102,13 @@ class WorkerEngine:
         self.run, self.store, self.launch, self.split = run, store, launch, split
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
-        self.plan: Plan | None = None
         self.entered: MatchedPass | None = None
         # by the builder of vLLM's metadata: enters the pass that it was made for, once the plan is known
-        self.built: dict[Any, Callable[[WorkerEngine], None]] = {}
+        self.built: dict[Any, Callable[[WorkerEngine, Sequence[Entry]], None]] = {}
 
     def begin(self, plan: Plan) -> None:
         """Take the scheduler's plan of the pass whose metadata has been built, and enter it."""
-        self.plan, self.entered = plan, None
+        self.entered = None
         for slot in plan.freed:
             forget(self.run, slot)
             self.run.requests[slot] = RequestState(request=-1, finished=True)
@@ -123,7 +117,7 @@ class WorkerEngine:
         if plan.entries and not built:
             raise BackendError("vLLM's model runner must build attention's metadata before it binds the plan, for sfi")
         for enter in built.values() if plan.entries else ():
-            enter(self)
+            enter(self, plan.entries)
 
     def enter(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor, padded: int = 0) -> MatchedPass:
         """Enter the pass of the batch's rows; later calls return it. `table_RP` are the rows' blocks, int32.
@@ -185,7 +179,7 @@ class WorkerEngine:
 
     def leave(self) -> None:
         """Leave the pass, after vLLM's model."""
-        self.plan, entered, self.entered = None, self.entered, None
+        entered, self.entered = self.entered, None
         if entered is None:
             return
         slotted = [(place, entry) for place, (_, entry) in enumerate(entered.rows) if entry.slot != NO_SLOT]

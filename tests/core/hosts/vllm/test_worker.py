@@ -101,7 +101,7 @@ class Server:
             self.engine.launch.rest(PADDED)  # as the builder of vLLM's metadata does
         if alone and self.recorder is not None and self.graph is None:
             self.graph = self.recorder(self._launched)  # before any plan
-        self.engine.built["builder"] = lambda engine: engine.enter(rows, self.table, PADDED if alone else 0)
+        self.engine.built["builder"] = lambda engine, _: engine.enter(rows, self.table, PADDED if alone else 0)
         self.engine.begin(Plan([entry for _, entry in pairs][::-1], list(freed)))
         one, outs = self.engine.entered, []
         if alone:
