@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import cpu_attn, flash_attn, triton_attn
 from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.cpu import RowImpl
-from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
-from sfi_core.hosts.vllm.names import give_room, is_configured, is_full, layer_index
-from sfi_core.hosts.vllm.plan import Entry
+from sfi_core.hosts.vllm.names import give_room, is_configured, is_full
+from sfi_core.hosts.vllm.plan import Entry, RowMatcher, last_blocks
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
@@ -33,7 +34,11 @@ Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass: the input of vLLM's metadata, and `rest_of` the pass once it has been entered."""
+    """Shared by all layers of a pass: the input of vLLM's metadata, its `CommonAttentionMetadata`.
+
+    `rest` are the rows behind the launched ones as a batch of their own, for vLLM's kernel, and their tokens; None
+    where these are all rows or none, and until the pass is entered.
+    """
 
     common: Any
     builder: Any
@@ -55,8 +60,13 @@ class Batch:
             entries,
             lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
         )
-        entered = engine.enter([*zip(starts, matched, strict=False)], table_RP, self.alone)
-        self.rest = rest_of(common, entered, self.builder.build_part)
+        rows = [*zip(starts, matched, strict=False)]
+        launched = engine.enter(rows, table_RP, self.alone).launched
+        if 0 < launched < len(rows):
+            (first, _), (last, entry) = rows[launched], rows[-1]
+            tokens = slice(first, last + entry.count)
+            (part,) = split_attn_metadata([UBatchSlice(slice(launched, len(rows)), tokens)], common)
+            self.rest = self.builder.build_part(part), tokens
 
 
 class PagedBuilder(Mixin):
@@ -111,7 +121,6 @@ class PagedImpl(Mixin):
     evidence: torch.Tensor | None = None
     norm_X: torch.Tensor | None = None
     given = False
-    supports_dcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""
@@ -155,7 +164,7 @@ class PagedImpl(Mixin):
         H = self.num_kv_heads
         query_XHGD, out_XHGE = (x.view(len(x), H, -1, x.shape[-1]) for x in (query, output))
         engine.attend(
-            layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
+            extract_layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
             scale=self.scale, soft_cap=self.logits_soft_cap or None,
             sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
         )  # fmt: skip
@@ -172,7 +181,7 @@ class SfiBackend(Mixin):
     def get_impl_cls(cls) -> Any:
         """Return the implementation, named like the backend."""
         name = cls.__name__.replace("Backend", "Impl")
-        return type(name, (PagedImpl, *cls.before, super().get_impl_cls()), {"__doc__": PagedImpl.__doc__})
+        return type(name, (PagedImpl, *cls.before, super().get_impl_cls()), {})
 
     @classmethod
     @cache
@@ -184,8 +193,6 @@ class SfiBackend(Mixin):
 class PagedBackend(SfiBackend):
     """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
 
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
-
     @staticmethod
     def get_name() -> str:
         """Return vLLM's name for backends of others."""
@@ -195,11 +202,6 @@ class PagedBackend(SfiBackend):
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Return the layout in which the tokens of a head lie together."""
         return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Serve decoders only."""
-        return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
     def _no(cls) -> bool:

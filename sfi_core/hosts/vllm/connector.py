@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.model_executor.models.utils import extract_layer_index
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
@@ -136,7 +137,7 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.group, layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
         self.block, self.key_width = int(spec.block_size), int(spec.head_size)
-        self.layers = dict(sorted((names.layer_index(name), name) for name in layer_names))
+        self.layers = dict(sorted((extract_layer_index(name), name) for name in layer_names))
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
         self.schedules = role == base.KVConnectorRole.SCHEDULER

@@ -1,12 +1,12 @@
 """What the plugin reads of vLLM's objects, and the memory that it takes in vLLM's attention layers."""
 
-import re
 import shlex
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
@@ -33,31 +33,24 @@ def tensor_parallel_ranks() -> Ranks:
     return ALONE if group.world_size == 1 else Ranks(group.rank_in_group, group.world_size, group.device_group)
 
 
-def layer_index(name: str) -> int:
-    """Return a transformer layer's number, given the name of its attention."""
-    return int(re.findall(r"\.(\d+)\.", name)[0])
-
-
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
     """Return each layer's shape, over all tensor-parallel processes; one without a cache has no heads and no states."""
     ranks, count = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_hidden_layers()
     none = LayerShape(heads=0, key_width=0, value_width=0, itemsize=config.model_config.dtype.itemsize, window=0)
-    shapes, states = [none] * count, [0] * count
-    for group in cache.kv_cache_groups:
-        for name in group.layer_names:
-            # vLLM numbers the state beside attention in a layer from `count` on
-            layer, spec = layer_index(name) % count, group.kv_cache_spec
-            if isinstance(spec, MambaSpec):
-                states[layer] += spec.state_content_size_bytes * ranks
-                continue
-            shapes[layer] = LayerShape(
-                heads=spec.num_kv_heads * ranks,
-                key_width=spec.head_size,
-                value_width=getattr(spec, "head_size_v", None) or spec.head_size,
-                itemsize=spec.dtype.itemsize,
+    shapes = [none] * count
+    for name, spec in ((name, group.kv_cache_spec) for group in cache.kv_cache_groups for name in group.layer_names):
+        layer = extract_layer_index(name) % count  # vLLM numbers the state beside attention in a layer from `count` on
+        shape = shapes[layer]
+        if isinstance(spec, MambaSpec):
+            size = shape.state_bytes + spec.state_content_size_bytes * ranks
+            shapes[layer] = replace(shape, state_bytes=size)
+        else:
+            shapes[layer] = replace(
+                shape, heads=spec.num_kv_heads * ranks, key_width=spec.head_size,
+                value_width=getattr(spec, "head_size_v", None) or spec.head_size, itemsize=spec.dtype.itemsize,
                 window=getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None),
-            )
-    return [replace(shape, state_bytes=size) for shape, size in zip(shapes, states, strict=True)]
+            )  # fmt: skip
+    return shapes
 
 
 def is_full(spec: Any) -> bool:
@@ -148,7 +141,7 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     modules = vllm_config.compilation_config.static_forward_context
     managed = {name: one for name, one in modules.items() if getattr(getattr(one, "impl", None), "manages", False)}
     whole = {name: one.impl for name, one in managed.items() if is_full(one.get_kv_cache_spec(vllm_config))}
-    served = {layer_index(name): impl for name, impl in whole.items()}
+    served = {extract_layer_index(name): impl for name, impl in whole.items()}
     for module in managed.values():
         module.impl.given = True
     if not served:

@@ -1,15 +1,12 @@
-"""Inside vLLM, in plain numbers: what slots take, which row is which entry, and what vLLM's kernel attends with."""
-
-from types import SimpleNamespace
+"""Inside vLLM, in plain numbers: what slots take, and which row is which entry."""
 
 import pytest
 import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
-from sfi_core.hosts.vllm.plan import Entry
-from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass
+from sfi_core.hosts.vllm.plan import Entry, RowMatcher, last_blocks
+from sfi_core.hosts.vllm.worker import BorrowedPages
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
@@ -117,29 +114,6 @@ def test_last_blocks() -> None:
     table_RP = torch.tensor([[4, 6, 0], [5, 7, 9], [8, 8, 8]], dtype=torch.int32)
     assert last_blocks(table_RP, [16, 33], 16, 1) == [4, 9]
     assert last_blocks(table_RP, [16, 33], 16, 3) == [1, 3], "of pages, three a block"
-
-
-class Common(SimpleNamespace):
-    def replace(self, **changes) -> "Common":
-        return Common(**vars(self) | changes)
-
-
-def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own() -> None:
-    lengths = torch.tensor([20, 33, 5, 0]).int()
-    rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
-    table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
-    common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
-    rest = rest_of(common, MatchedPass(rows, 1), lambda made: made)
-    assert rest is not None
-    made, tokens = rest
-    assert made.query_start_loc.tolist() == [0, 3, 8]
-    assert made.seq_lens.tolist() == [33, 5]
-    assert made.block_table_tensor.tolist() == table[1:3].tolist()
-    assert made.slot_mapping.tolist() == list(range(101, 109))
-    assert (made.max_query_len, made.max_seq_len) == (5, 33)
-    assert tokens == slice(1, 9)
-    for launched in (0, 3):
-        assert rest_of(None, MatchedPass(rows, launched), lambda made: made) is None
 
 
 def test_codescans_slots_hold_codes_and_no_rows() -> None:
