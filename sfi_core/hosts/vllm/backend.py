@@ -105,6 +105,48 @@ class PagedBuilder(Mixin):
         return super().build(0, common, True)
 
 
+class SfiBackend(Mixin):
+    """A vLLM backend with our implementation and our builder in front of its own; `before` stands between."""
+
+    before: tuple[type, ...] = ()
+
+    @classmethod
+    @cache
+    def get_impl_cls(cls) -> Any:
+        """Return the implementation, named like the backend."""
+        name = cls.__name__.replace("Backend", "Impl")
+        return type(name, (PagedImpl, *cls.before, super().get_impl_cls()), {})
+
+    @classmethod
+    @cache
+    def get_builder_cls(cls) -> Any:
+        """Return the builder."""
+        return type(cls.__name__.replace("Backend", "Builder"), (PagedBuilder, super().get_builder_cls()), {})
+
+
+class PagedBackend(SfiBackend):
+    """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
+
+    @staticmethod
+    def get_name() -> str:
+        """Return vLLM's name for backends of others."""
+        return "CUSTOM"
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Return the layout in which the tokens of a head lie together."""
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def _no(cls) -> bool:
+        return False
+
+    supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
+    supports_rswa = _no  # no layer forgets generated tokens
+    supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
+    supports_kv_cache_update_bypass = False  # a part of a batch is cut out of its keys, too
+
+
 class PagedImpl(Mixin):
     """Attends with sfi in planned passes of the full-attention layers that it `manages`, and as vLLM does elsewhere.
 
@@ -169,48 +211,6 @@ class PagedImpl(Mixin):
             sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
         )  # fmt: skip
         return output
-
-
-class SfiBackend(Mixin):
-    """A vLLM backend with our implementation and our builder in front of its own; `before` stands between."""
-
-    before: tuple[type, ...] = ()
-
-    @classmethod
-    @cache
-    def get_impl_cls(cls) -> Any:
-        """Return the implementation, named like the backend."""
-        name = cls.__name__.replace("Backend", "Impl")
-        return type(name, (PagedImpl, *cls.before, super().get_impl_cls()), {})
-
-    @classmethod
-    @cache
-    def get_builder_cls(cls) -> Any:
-        """Return the builder."""
-        return type(cls.__name__.replace("Backend", "Builder"), (PagedBuilder, super().get_builder_cls()), {})
-
-
-class PagedBackend(SfiBackend):
-    """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
-
-    @staticmethod
-    def get_name() -> str:
-        """Return vLLM's name for backends of others."""
-        return "CUSTOM"
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """Return the layout in which the tokens of a head lie together."""
-        return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def _no(cls) -> bool:
-        return False
-
-    supports_mm_prefix = supports_non_causal = _no  # no token attends to later ones
-    supports_rswa = _no  # no layer forgets generated tokens
-    supports_batch_invariance = _no  # other pieces of a prompt may change the last bits
-    supports_kv_cache_update_bypass = False  # a part of a batch is cut out of its keys, too
 
 
 class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):
