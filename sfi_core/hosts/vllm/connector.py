@@ -81,10 +81,6 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
 class ServerStats(metrics.KVConnectorStats):
     """Counts since the last report, by the names of `TOTALS`."""
 
-    def reset(self) -> None:
-        """Forget the counts."""
-        self.data.clear()
-
     def aggregate(self, other: metrics.KVConnectorStats) -> "ServerStats":
         """Add another's counts."""
         for name, value in other.data.items():
