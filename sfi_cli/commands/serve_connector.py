@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from sfi_core.hosts.vllm.connector import ServerStats, SfiPlan
+from sfi_core.hosts.vllm.connector import ServerStats
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.names import backend_of, layer_shapes, tokenizer_of
+from sfi_core.hosts.vllm.plan import Plan
 from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model
@@ -46,7 +47,7 @@ class SfiConnector(PlainConnector):
             return super().make_observer()
         self._recorder = ParquetObserver(
             Path(options.trace),
-            tokenizer=tokenizer_of(self._vllm),
+            tokenizer=tokenizer_of(self._vllm_config),
             redact_text=options.trace_redact_text,
             provenance={"preset": options.preset, "server": {"vllm": installed_version(), "slots": self.slots}},
             clock="cpu",  # the scheduler's process does not use the device
@@ -65,11 +66,10 @@ class SfiConnector(PlainConnector):
         requests, count = (tracked.state.request,), (ids_BT.shape[1],)
         self._recorder.on(PromptEvent(requests=requests, ids_BT=ids_BT, count=count, settings=changed))
 
-    def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
         """Plan an engine step, and record that it begins."""
         made = super().build_connector_meta(scheduler_output)
-        entries = made.plan.entries
-        if self._recorder is not None and entries:
+        if self._recorder is not None and (entries := made.entries):
             self._recorder.on(
                 BeginStepEvent(
                     step=self.planner.step,
@@ -96,9 +96,9 @@ class SfiConnector(PlainConnector):
         super().shutdown()
 
     def _run_event(self, shapes: Any) -> RunEvent:
-        model, audit = self._vllm.model_config, self.settings.audit
+        model, audit = self._vllm_config.model_config, self.settings.audit
         described = describe_model(empty_model(model.hf_config, torch.device("meta"), model.dtype), shapes)
-        device = torch.device(self._vllm.device_config.device_type)
+        device = torch.device(self._vllm_config.device_config.device_type)
         return RunEvent(
             batch=0,  # requests come later
             requests=0,

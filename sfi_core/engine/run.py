@@ -249,7 +249,9 @@ class Run:
         rows = config.sink + min(config.budget, self.store.capacity) * self.policy.selects
         if layer not in self.segments:
             pages = self.store.ring(layer) or self.store.pages(layer)
-            self.segments[layer] = PackedSegment(self.store.batch, rows, pages, packs=not self.in_place)
+            self.segments[layer] = PackedSegment(
+                self.store.batch, rows, pages.key_PHND, pages.value_PHNE, packs=not self.in_place
+            )
         self.segments[layer].reserve(rows)  # more rows once the store has grown
         return self.segments[layer]
 

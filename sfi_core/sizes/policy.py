@@ -12,7 +12,7 @@ from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import DeviceBudget
 from sfi_core.sizes.memory import FLOAT32, INT32, packed_rows
 from sfi_core.sizes.step import ByteModel, fast_tokens
-from sfi_core.state.layer_pages import LayerShape, SegmentShape
+from sfi_core.state.layer_pages import LayerShape
 from sfi_core.state.request import RequestState
 from sfi_core.triggers.trigger import Trigger
 
@@ -81,19 +81,14 @@ class PolicyReads:
 
 
 def check_slots(
-    policy: Policy, shape: SegmentShape, *, slots: int, layers: int, longest: int, query_heads: int, limit: int | None,
-    beside: int = 0,
-) -> None:  # fmt: skip
+    policy: Policy, shape: LayerShape, *, slots: int, layers: int, longest: int, limit: int | None, beside: int = 0
+) -> None:
     """Raise `ConfigError`, with what fits, for `slots` and bytes `beside` them beyond `limit` bytes; None is no limit.
 
     In each, `layers` have a segment for a request of `longest` tokens with rows of `shape`, and the policy's summaries.
     """
-    layer = LayerShape(
-        heads=shape.heads, key_width=shape.key_width, value_width=shape.value_width, itemsize=shape.dtype.itemsize,
-        query_heads=query_heads,
-    )  # fmt: skip
-    summary, sink = policy.summary_bytes(layer, longest), policy.config.sink
-    row_bytes = shape.row_bytes(packs=not policy.chooses)
+    summary, sink = policy.summary_bytes(shape, longest), policy.config.sink
+    row_bytes = shape.row_bytes * (not policy.chooses) + INT32 * shape.heads  # with the row's position
     slot = layers * (packed_rows(policy, longest) * row_bytes + summary)
     if limit is None or slots * slot + beside <= limit:
         return
@@ -108,10 +103,12 @@ def check_slots(
     )
 
 
-def norm_count(free: int, layers: int, shape: SegmentShape) -> int:
-    """Return the norms (float32) of a layer in a cache that fills `free` bytes, norms included, or more."""
-    keys = (shape.key_width + shape.value_width) * shape.dtype.itemsize
-    return max(free, 0) // (layers * (keys + FLOAT32))
+def norm_count(free: int, layers: int, pair: int) -> int:
+    """Return the norms (float32) of a layer in a cache that fills `free` bytes, norms included, or more.
+
+    A key and its value have `pair` bytes.
+    """
+    return max(free, 0) // (layers * (pair + FLOAT32))
 
 
 @dataclass(frozen=True, slots=True)

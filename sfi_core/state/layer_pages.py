@@ -7,8 +7,6 @@ from typing import Self, TypeVar
 
 import torch
 
-from sfi_kernels.pages import Ring
-
 T = TypeVar("T")
 
 
@@ -103,41 +101,22 @@ class LayerShape:
         return self.heads * (self.key_width + self.value_width) * self.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SegmentShape:
-    """The shape of a layer's rows, for a layer without pages."""
-
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, pages: LayerPages | Ring) -> "SegmentShape":
-        """Read the shape of a layer's pages."""
-        (_, H, _, D), key = pages.key_PHND.shape, pages.key_PHND
-        return cls(heads=H, key_width=D, value_width=pages.value_PHNE.shape[3], dtype=key.dtype, device=key.device)
-
-    def row_bytes(self, *, packs: bool) -> int:
-        """Return the bytes of one row of all heads: its int32 position, and with `packs` its key and value."""
-        width = self.key_width + self.value_width if packs else 0
-        return self.heads * (width * self.dtype.itemsize + 4)
-
-
 class PackedSegment:
     """One layer's packed rows, contiguous, for every request: the sinks, then the selected, ascending.
 
     Only the first `length_BH` rows are read; `position_BHS` are their positions, padded with -1. Both are int32.
     """
 
-    def __init__(self, batch: int, rows: int, like: LayerPages | Ring | SegmentShape, *, packs: bool = True) -> None:
-        """Allocate `rows` rows for each request of a batch; without `packs` positions alone, for attention in pages."""
-        shape = like if isinstance(like, SegmentShape) else SegmentShape.of(like)
-        H, device = shape.heads, shape.device
+    def __init__(
+        self, batch: int, rows: int, key_PHND: torch.Tensor, value_PHNE: torch.Tensor, *, packs: bool = True
+    ) -> None:
+        """Allocate `rows` rows for each request of a batch; without `packs` positions alone, for attention in pages.
+
+        The pages give heads, widths, dtype and device.
+        """
+        H, device = key_PHND.shape[1], key_PHND.device
         self.key_BHSD, self.value_BHSE = (
-            torch.empty(batch, H, rows if packs else 0, width, dtype=shape.dtype, device=device)
-            for width in (shape.key_width, shape.value_width)
+            pages.new_empty(batch, H, rows if packs else 0, pages.shape[3]) for pages in (key_PHND, value_PHNE)
         )
         self.position_BHS = torch.full((batch, H, rows), -1, dtype=torch.int32, device=device)
         self.length_BH = torch.zeros(batch, H, dtype=torch.int32, device=device)

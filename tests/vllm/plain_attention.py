@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from sfi_core.hosts.vllm.backend import PagedBackend, PagedBuilder, PagedImpl
+from sfi_core.hosts.vllm.backend import PagedBackend
 
 
 @dataclass
@@ -119,15 +119,5 @@ class PlainBackend(AttentionBackend):
         return PlainBuilder
 
 
-class SfiPlainBuilder(PagedBuilder, PlainBuilder):
-    """With sfi."""
-
-
-class SfiPlainImpl(PagedImpl, PlainImpl):
-    """With sfi."""
-
-
 class SfiPlainBackend(PagedBackend, PlainBackend):
     """As `SfiCudaBackend`, over the plain one."""
-
-    impl, builder = SfiPlainImpl, SfiPlainBuilder

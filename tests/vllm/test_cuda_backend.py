@@ -2,16 +2,23 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm import LLM, SamplingParams
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import plugin
+from sfi_core.hosts.vllm.backend import Batch
+from sfi_core.hosts.vllm.plan import Entry, RowMatcher
+from sfi_core.hosts.vllm.worker import MatchedPass
 from tests.vllm.engines import GREEDY, engine, engine_of_process, tokens
 
 PLAIN = "tests.vllm.plain_attention.SfiPlainBackend"
@@ -73,6 +80,33 @@ def test_budget_of_all_equals_no_sfi() -> None:
     assert dense[:2] == [0, 0]
     assert dense[2] > 0, "two found no slot when they came"
     assert sum(report["fast_steps"] for _, report in done) > 0
+
+
+@pytest.mark.parametrize("launched", range(4))
+def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own(launched: int) -> None:
+    """A decoding row, two prompts' pieces, and a row of padding."""
+    starts, lengths = torch.tensor([0, 1, 4, 9, 9]).int(), torch.tensor([20, 33, 5, 0]).int()
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, seq_lens_cpu_upper_bound=lengths,
+        num_reqs=4, num_actual_tokens=9, max_query_len=5, max_seq_len=33,
+        block_table_tensor=torch.arange(12).view(4, 3), slot_mapping=torch.arange(100, 109),
+    )  # fmt: skip
+    pieces = [RequestPass.prompt(count, ends=True) for count in (1, 3, 5)]
+    entries = [Entry(row, row, int(lengths[row]) - piece.count, row, piece) for row, piece in enumerate(pieces)]
+    batch = Batch(common, SimpleNamespace(matcher=RowMatcher(), build_part=lambda part: part))
+    worker: Any = SimpleNamespace(enter=lambda rows, *_: MatchedPass(rows, launched))
+    batch.enter(worker, entries[::-1])
+    if launched in {0, 3}:
+        assert batch.rest is None
+        return
+    assert batch.rest is not None
+    (part, tokens), first = batch.rest, int(starts[launched])
+    assert tokens == slice(first, 9)
+    assert part.query_start_loc.tolist() == [start - first for start in starts[launched:4].tolist()]
+    assert part.seq_lens.tolist() == lengths[launched:3].tolist()
+    assert part.block_table_tensor.tolist() == common.block_table_tensor[launched:3].tolist()
+    assert part.slot_mapping.tolist() == [*range(100 + first, 109)]
+    assert (part.num_reqs, part.num_actual_tokens, part.max_query_len) == (3 - launched, 9 - first, 5)
 
 
 def test_slots_that_need_too_much_are_refused_before_the_cache() -> None:

@@ -7,21 +7,25 @@ flags choose ours, see `attention_flags`; it has not run on one.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends import cpu_attn, flash_attn, triton_attn
 from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm.cpu import RowImpl
-from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
-from sfi_core.hosts.vllm.names import give_room, is_configured, is_full, layer_index
+from sfi_core.hosts.vllm.names import give_room, is_configured, is_full
+from sfi_core.hosts.vllm.plan import Entry, RowMatcher, last_blocks
 from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
@@ -30,7 +34,11 @@ Mixin: Any = object  # beside vLLM's own class, whose attributes it uses
 
 @dataclass(slots=True)
 class Batch:
-    """Shared by all layers of a pass: the input of vLLM's metadata, and `rest_of` the pass once it has been entered."""
+    """Shared by all layers of a pass: the input of vLLM's metadata, its `CommonAttentionMetadata`.
+
+    `rest` are the rows behind the launched ones as a batch of their own, for vLLM's kernel, and their tokens; None
+    where these are all rows or none, and until the pass is entered.
+    """
 
     common: Any
     builder: Any
@@ -41,11 +49,9 @@ class Batch:
         """Rows of a batch of one token each, padding included, whose pass a graph may hold; 0 for another batch."""
         return int(self.common.num_reqs) if self.common.max_query_len == 1 else 0
 
-    def enter(self, engine: WorkerEngine) -> None:
+    def enter(self, engine: WorkerEngine, entries: Sequence[Entry]) -> None:
         """Enter the pass that has been planned; rows of no tokens pad the batch at the end."""
         common, table_RP = self.common, self.common.block_table_tensor
-        assert engine.plan is not None, "the scheduler has planned the pass"
-        entries = engine.plan.entries
         starts = common.query_start_loc_cpu.tolist()[: len(entries) + 1]
         lengths = common.seq_lens_cpu_upper_bound[: len(entries)].tolist()
         matched = self.builder.matcher.match(
@@ -54,8 +60,13 @@ class Batch:
             entries,
             lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
         )
-        entered = engine.enter([*zip(starts, matched, strict=False)], table_RP, self.alone)
-        self.rest = rest_of(common, entered, self.builder.build_part)
+        rows = [*zip(starts, matched, strict=False)]
+        launched = engine.enter(rows, table_RP, self.alone).launched
+        if 0 < launched < len(rows):
+            (first, _), (last, entry) = rows[launched], rows[-1]
+            tokens = slice(first, last + entry.count)
+            (part,) = split_attn_metadata([UBatchSlice(slice(launched, len(rows)), tokens)], common)
+            self.rest = self.builder.build_part(part), tokens
 
 
 class PagedBuilder(Mixin):
@@ -85,8 +96,8 @@ class PagedBuilder(Mixin):
         if self._sfi and engine is not None:
             made.sfi = batch = Batch(copy.copy(common_attn_metadata), self)
             engine.built[self] = batch.enter
-            if batch.alone:  # before a graph may be recorded
-                engine.launch.prepare(batch.alone)
+            if batch.alone:
+                engine.launch.rest(batch.alone)
         return made
 
     def build_part(self, common: Any) -> Any:
@@ -95,26 +106,26 @@ class PagedBuilder(Mixin):
 
 
 class SfiBackend(Mixin):
-    """A vLLM backend with an implementation and a builder of ours."""
+    """A vLLM backend with our implementation and our builder in front of its own; `before` stands between."""
 
-    impl: Any
-    builder: Any
+    before: tuple[type, ...] = ()
 
     @classmethod
+    @cache
     def get_impl_cls(cls) -> Any:
-        """Return the implementation."""
-        return cls.impl
+        """Return the implementation, named like the backend."""
+        name = cls.__name__.replace("Backend", "Impl")
+        return type(name, (PagedImpl, *cls.before, super().get_impl_cls()), {})
 
     @classmethod
+    @cache
     def get_builder_cls(cls) -> Any:
         """Return the builder."""
-        return cls.builder
+        return type(cls.__name__.replace("Backend", "Builder"), (PagedBuilder, super().get_builder_cls()), {})
 
 
 class PagedBackend(SfiBackend):
     """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
-
-    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
 
     @staticmethod
     def get_name() -> str:
@@ -125,11 +136,6 @@ class PagedBackend(SfiBackend):
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Return the layout in which the tokens of a head lie together."""
         return (KVCacheLayout.LBHNC,)
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        """Serve decoders only."""
-        return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
     def _no(cls) -> bool:
@@ -157,8 +163,6 @@ class PagedImpl(Mixin):
     evidence: torch.Tensor | None = None
     norm_X: torch.Tensor | None = None
     given = False
-    supports_dcp = False
-    supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""
@@ -177,7 +181,7 @@ class PagedImpl(Mixin):
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
-    def pages(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
         D = self.head_size
         *_, width = kv_cache.shape
@@ -195,52 +199,30 @@ class PagedImpl(Mixin):
         if engine is None or batch is None or (engine.entered is None and not batch.alone):
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
-        H, count = self.num_kv_heads, batch.alone
-        if engine.entered is not None and not count:
+        if not batch.alone:
             metadata, tokens = batch.rest or (attn_metadata, slice(None))
             operands = query[tokens], key[tokens], value[tokens]
             attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
-            count = sum(entry.count for _, entry in engine.entered.rows)
-        query_XHGD, out_XHGE = (x[:count].view(count, H, -1, x.shape[-1]) for x in (query, output))
-        # a dummy pass does what a graph that is recorded in one does: no row has work
+        H = self.num_kv_heads
+        query_XHGD, out_XHGE = (x.view(len(x), H, -1, x.shape[-1]) for x in (query, output))
         engine.attend(
-            layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
-            alone=batch.alone > 0, scale=self.scale, soft_cap=self.logits_soft_cap or None,
+            extract_layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
+            scale=self.scale, soft_cap=self.logits_soft_cap or None,
             sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
         )  # fmt: skip
         return output
 
 
-class SfiCpuBuilder(PagedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
-    """Makes the metadata."""
-
-
-class SfiCpuImpl(PagedImpl, RowImpl):
-    """Attends over the layout of GPUs."""
-
-
 class SfiCpuBackend(SfiBackend, cpu_attn.CPUAttentionBackend):
-    """vLLM's CPU backend with sfi."""
+    """vLLM's CPU backend with sfi, over the layout of GPUs."""
 
-    impl, builder = SfiCpuImpl, SfiCpuBuilder
+    before = (RowImpl,)
 
 
 # FlashAttention is faster and needs compute capability 8.0 and a half precision; Triton's runs on other GPUs
 _flash = is_flash_attn_varlen_func_available() and current_platform.has_device_capability(80)
 _Backend: Any = flash_attn.FlashAttentionBackend if _flash else triton_attn.TritonAttentionBackend
-_Builder: Any = flash_attn.FlashAttentionMetadataBuilder if _flash else triton_attn.TritonAttentionMetadataBuilder
-_Impl: Any = flash_attn.FlashAttentionImpl if _flash else triton_attn.TritonAttentionImpl
-
-
-class SfiCudaBuilder(PagedBuilder, _Builder):
-    """Makes the metadata."""
-
-
-class SfiCudaImpl(PagedImpl, _Impl):
-    """Attends."""
 
 
 class SfiCudaBackend(PagedBackend, _Backend):
     """The backend that vLLM's registry has as `CUSTOM`."""
-
-    impl, builder = SfiCudaImpl, SfiCudaBuilder

@@ -1,12 +1,12 @@
 """A KV connector that moves no KV: it sends the plan from vLLM's scheduler to its workers, and their events back."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
+from vllm.model_executor.models.utils import extract_layer_index
 
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
@@ -59,11 +59,8 @@ class WorkerEvents(base.KVConnectorWorkerMetadata):
 
     def joined(self) -> list[Event]:
         """Return the events with the KV heads of all ranks, in the order of the ranks."""
-        by_layer: dict[tuple[Any, ...], list[LayerEvent]] = defaultdict(list)
-        for _, events in sorted(self.by_rank.items()):
-            for event in events:
-                by_layer[type(event), event.request, event.step, event.layer].append(event)
-        return [side_by_side(events) for events in by_layer.values()]
+        ranks = [events for _, events in sorted(self.by_rank.items())]
+        return [side_by_side(events) for events in zip(*ranks, strict=True)]  # all tell the same in the same order
 
 
 def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
@@ -73,22 +70,16 @@ def side_by_side(events: Sequence[LayerEvent]) -> LayerEvent:
         values = [getattr(event, field.name) for event in events]
         if isinstance(values[0], torch.Tensor):
             changes[field.name] = torch.cat(values).cpu()
+        elif isinstance(values[0], dict):  # diagnostics by name
+            joined = {name: torch.cat([named[name].flatten() for named in values]) for name in values[0]}
+            changes[field.name] = {name: tensor.cpu() for name, tensor in joined.items()}
     if isinstance(first, AuditEvent):
         changes["heads"] = tuple(range(len(first.heads) * len(events)))
-    else:
-        ranks = [event.diagnostics for event in events if isinstance(event, SelectionEvent)]
-        changes["diagnostics"] = {
-            name: torch.cat([tensors[name].flatten() for tensors in ranks]).cpu() for name in first.diagnostics
-        }
     return replace(first, **changes)
 
 
 class ServerStats(metrics.KVConnectorStats):
     """Counts since the last report, by the names of `TOTALS`."""
-
-    def reset(self) -> None:
-        """Forget the counts."""
-        self.data.clear()
 
     def aggregate(self, other: metrics.KVConnectorStats) -> "ServerStats":
         """Add another's counts."""
@@ -121,29 +112,28 @@ class SfiMetrics(metrics.KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts."""
         for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-
-
-@dataclass
-class SfiPlan(base.KVConnectorMetadata):
-    """The plan of one engine step, for the workers."""
-
-    plan: Plan
+            self._counters[name][engine_idx].inc(value)
 
 
 class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
-    """Plans on the scheduler's side; on the worker's side, hands the plan to the attention."""
+    """Plans on the scheduler's side; on the worker's side, hands the plan to the attention.
+
+    No layer calls it, so that CUDA graphs may hold all layers. `engine` is there once vLLM's cache is.
+    """
+
+    engine: WorkerEngine
+    requires_kv_delivery = False  # no other instance needs the KV
+    # counts of another process, and the counters of the server's /metrics
+    build_kv_connector_stats, build_prom_metrics = ServerStats, SfiMetrics
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         """Begin the side that `role` names; raise `ConfigError` if settings or model do not fit."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings = names.settings_of(vllm_config)
-        self._vllm = vllm_config
-        self.group, self.layer_names = names.full_group(kv_cache_config.kv_cache_groups)
+        self.group, layer_names = names.full_group(kv_cache_config.kv_cache_groups)
         spec = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec
         self.block, self.key_width = int(spec.block_size), int(spec.head_size)
-        self.layers = sorted(names.layer_index(name) for name in self.layer_names)
+        self.layers = dict(sorted((extract_layer_index(name), name) for name in layer_names))
         self.trigger_ids = names.trigger_ids(vllm_config, self.settings)
         self.slots = names.slot_count(vllm_config, self.settings.options)  # requests that may be sparse at once
         self.schedules = role == base.KVConnectorRole.SCHEDULER
@@ -158,12 +148,11 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 observer=self.observer,
                 audit=self.settings.audit,
             )
-        self.engine: WorkerEngine | None = None
 
     def make_policy(self, config: SfiConfig) -> Policy:
         """Make the policy for a request's settings."""
         trigger = Trigger(frozenset(self.trigger_ids), config)
-        policy = policy_class(self.settings.options.policy)(config, trigger, self.layers)
+        policy = policy_class(self.settings.options.policy)(config, trigger, [*self.layers])
         policy.key_width = self.key_width  # the scheduler's side sees no key
         return policy
 
@@ -195,14 +184,14 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _check(self, config: SfiConfig) -> None:
         # of a request's own settings
-        check_host(self._vllm, config)
+        check_host(self._vllm_config, config)
         asks = self.make_policy(config).triggered and config.trigger_policy == "boundary"
         if asks and not self.trigger_ids:
             raise ConfigError("sfi.trigger_policy must not be boundary on a server without triggers")
 
-    def build_connector_meta(self, scheduler_output: Any) -> SfiPlan:
-        """Plan an engine step."""
-        return SfiPlan(self.planner.plan(names.scheduled_of(scheduler_output, self.group)))
+    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+        """Plan an engine step, for the workers."""
+        return self.planner.plan(scheduler_output, self.group)
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Add a report on the request to its answer's `kv_transfer_params`."""
@@ -223,42 +212,19 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         counts, self.planner.totals = self.planner.totals, dict.fromkeys(TOTALS, 0.0)
         return ServerStats(data=counts)
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ServerStats:
-        """Make counts from another process's data."""
-        return ServerStats(data=data or {})
-
-    @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> SfiMetrics:
-        """Make the counters of the server's `/metrics`."""
-        return SfiMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Say that a graph may hold all layers: none of them calls the connector."""
-        del extra_config
-        return False
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        """Whether another instance needs the KV: no."""
-        return False
-
     # the worker's side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Borrow the caches of the full-attention layers; allocate their packed segments."""
-        modules = self._vllm.compilation_config.static_forward_context
-        impls = {name: names.impl_of(modules[name]) for name in self.layer_names}
-        views = {name: impl.pages(modules[name], kv_caches[name]) for name, impl in impls.items()}
-        key, _ = views[self.layer_names[0]]
+        modules = self._vllm_config.compilation_config.static_forward_context
+        impls = {layer: names.impl_of(modules[name]) for layer, name in self.layers.items()}
+        views = {layer: impl.pages(kv_caches[self.layers[layer]]) for layer, impl in impls.items()}
+        key, _ = next(iter(views.values()))
         # a kernel may want smaller blocks than vLLM's scheduler gives
-        page_size, device, longest = key.shape[2], key.device, self._vllm.model_config.max_model_len
+        page_size, device, longest = key.shape[2], key.device, self._vllm_config.model_config.max_model_len
         store = BorrowedPages(names.backend_of(device), page_size, self.slots, longest, device)
-        for name, (key, value) in views.items():
-            store.borrow(names.layer_index(name), key, value, impls[name].norm_X)
+        for layer, (key, value) in views.items():
+            store.borrow(layer, key, value, impls[layer].norm_X)
         audit = self.settings.audit
         run = Run(
             self.make_policy(self.settings.config),
@@ -271,37 +237,27 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             watchers=() if audit is None else (Audit(audit),),
         )
         run.layers.update(self.layers)
-        for name, impl in impls.items():
-            layer = names.layer_index(name)
-            if impl.segment is not None:
-                run.segments[layer] = impl.segment
-            if impl.kept is not None:
-                run.kept[layer] = impl.kept
-            if layer not in run.policy.config.dense_layers:
-                run.segment(layer)
-            run.groups[layer] = impl.num_heads // impl.num_kv_heads
-        evidence = {names.layer_index(n): impl.evidence for n, impl in impls.items() if impl.evidence is not None}
+        run.groups = {layer: impl.num_heads // impl.num_kv_heads for layer, impl in impls.items()}
+        run.segments = {layer: impl.segment for layer, impl in impls.items() if impl.segment is not None}
+        run.kept = {layer: impl.kept for layer, impl in impls.items() if impl.kept is not None}
+        evidence = {layer: impl.evidence for layer, impl in impls.items() if impl.evidence is not None}
         self.engine = WorkerEngine(run, store, RowLaunch(run, evidence), self.block // page_size)
         for impl in impls.values():
             impl.engine = self.engine
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """Send the events of this worker's layers in the pass, if there is a trace."""
-        if not isinstance(self.observer, Gathered) or self.engine is None:
-            return None
-        events = self.observer.take()
+        events = self.observer.take() if isinstance(self.observer, Gathered) else []
         return WorkerEvents({self.engine.run.ranks.number: events}) if events else None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         """Take the plan of the next forward pass."""
         super().bind_connector_metadata(connector_metadata)
-        if self.engine is not None:
-            self.engine.begin(connector_metadata.plan)
+        self.engine.begin(connector_metadata)
 
     def wait_for_save(self) -> None:
         """End the forward pass."""
-        if self.engine is not None:
-            self.engine.leave()
+        self.engine.leave()
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         """Move nothing; of the scheduler's allocations `build_connector_meta` is told."""

@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 class RowImpl(cpu_attn.CPUAttentionBackendImpl):
     """vLLM's attention for CPUs, but over rows in layers that sfi `manages`."""
 
-    manages = False
-
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:

@@ -1,27 +1,25 @@
 """What the plugin reads of vLLM's objects, and the memory that it takes in vLLM's attention layers."""
 
-import re
 import shlex
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
-from sfi_core.hosts.vllm.plan import Scheduled
 from sfi_core.hosts.vllm.rows import evidence_numbers
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
-from sfi_core.hosts.vllm.worker import kept_of
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.models.load import load_tokenizer
 from sfi_core.policies import policy_class
 from sfi_core.sizes.memory import FLOAT32, packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count
-from sfi_core.state.layer_pages import LayerShape, PackedSegment, SegmentShape
+from sfi_core.state.layer_pages import LayerShape, PackedSegment
 from sfi_core.triggers.trigger import resolve_triggers
 
 # what vLLM may keep of layers beside full attention
@@ -35,31 +33,24 @@ def tensor_parallel_ranks() -> Ranks:
     return ALONE if group.world_size == 1 else Ranks(group.rank_in_group, group.world_size, group.device_group)
 
 
-def layer_index(name: str) -> int:
-    """Return a transformer layer's number, given the name of its attention."""
-    return int(re.findall(r"\.(\d+)\.", name)[0])
-
-
 def layer_shapes(cache: Any, config: Any) -> list[LayerShape]:
     """Return each layer's shape, over all tensor-parallel processes; one without a cache has no heads and no states."""
     ranks, count = config.parallel_config.tensor_parallel_size, config.model_config.get_total_num_hidden_layers()
     none = LayerShape(heads=0, key_width=0, value_width=0, itemsize=config.model_config.dtype.itemsize, window=0)
-    shapes, states = [none] * count, [0] * count
-    for group in cache.kv_cache_groups:
-        for name in group.layer_names:
-            # vLLM numbers the state beside attention in a layer from `count` on
-            layer, spec = layer_index(name) % count, group.kv_cache_spec
-            if isinstance(spec, MambaSpec):
-                states[layer] += spec.state_content_size_bytes * ranks
-                continue
-            shapes[layer] = LayerShape(
-                heads=spec.num_kv_heads * ranks,
-                key_width=spec.head_size,
-                value_width=getattr(spec, "head_size_v", None) or spec.head_size,
-                itemsize=spec.dtype.itemsize,
+    shapes = [none] * count
+    for name, spec in ((name, group.kv_cache_spec) for group in cache.kv_cache_groups for name in group.layer_names):
+        layer = extract_layer_index(name) % count  # vLLM numbers the state beside attention in a layer from `count` on
+        shape = shapes[layer]
+        if isinstance(spec, MambaSpec):
+            size = shape.state_bytes + spec.state_content_size_bytes * ranks
+            shapes[layer] = replace(shape, state_bytes=size)
+        else:
+            shapes[layer] = replace(
+                shape, heads=spec.num_kv_heads * ranks, key_width=spec.head_size,
+                value_width=getattr(spec, "head_size_v", None) or spec.head_size, itemsize=spec.dtype.itemsize,
                 window=getattr(spec, "sliding_window", None) or getattr(spec, "attention_chunk_size", None),
-            )
-    return [replace(shape, state_bytes=size) for shape, size in zip(shapes, states, strict=True)]
+            )  # fmt: skip
+    return shapes
 
 
 def is_full(spec: Any) -> bool:
@@ -114,19 +105,6 @@ def impl_of(module: Any) -> Any:
     return module.impl
 
 
-def scheduled_of(output: Any, group: int) -> Scheduled:
-    """Read a `SchedulerOutput` for one KV cache group."""
-    opened = {new.req_id: (new.block_ids[group], new.num_computed_tokens) for new in output.scheduled_new_reqs}
-    grown, cached = {}, output.scheduled_cached_reqs
-    for place, name in enumerate(cached.req_ids):
-        blocks = cached.new_block_ids[place]
-        if name in cached.resumed_req_ids:
-            opened[name] = (blocks[group], cached.num_computed_tokens[place])
-        elif blocks is not None:
-            grown[name] = blocks[group]
-    return Scheduled(output.num_scheduled_tokens, opened, grown, tuple(output.preempted_req_ids or ()))
-
-
 def tokenizer_of(vllm_config: Any) -> Any:
     """Return the model's tokenizer; None where vLLM has none."""
     model = vllm_config.model_config
@@ -161,31 +139,32 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     in "out of memory". Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
     modules = vllm_config.compilation_config.static_forward_context
-    impls: dict[str, Any] = {name: getattr(module, "impl", None) for name, module in modules.items()}
-    rooms = {name: impl for name, impl in impls.items() if getattr(impl, "manages", False)}
-    served = {layer_index(n): i for n, i in rooms.items() if is_full(modules[n].get_kv_cache_spec(vllm_config))}
-    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
-    sparse = [layer for layer in served if layer not in settings.config.dense_layers]
-    slots, longest = slot_count(vllm_config, settings.options), longest_of(vllm_config)
-    for impl in rooms.values():
-        impl.given = True
+    managed = {name: one for name, one in modules.items() if getattr(getattr(one, "impl", None), "manages", False)}
+    whole = {name: one.impl for name, one in managed.items() if is_full(one.get_kv_cache_spec(vllm_config))}
+    served = {extract_layer_index(name): impl for name, impl in whole.items()}
+    for module in managed.values():
+        module.impl.given = True
     if not served:
         return  # the connector refuses the model
-    shape = shape_of(next(iter(served.values())), dtype, device)
-    check_room(vllm_config, settings, len(sparse), shape)
+    settings, device = settings_of(vllm_config), torch.device(vllm_config.device_config.device)
+    sparse = [impl for layer, impl in served.items() if layer not in settings.config.dense_layers]
+    first = next(iter(served.values()))
+    check_room(vllm_config, settings, len(sparse), first.num_kv_heads, first.head_size)
+    slots, longest = slot_count(vllm_config, settings.options), longest_of(vllm_config)
     policy, rows = settings.policy, packed_rows(settings.policy, longest)
-    for layer in sparse:
-        shape = shape_of(served[layer], dtype, device)
-        served[layer].segment = PackedSegment(slots, rows, shape, packs=not policy.chooses)
-        served[layer].kept = kept_of(policy, shape, slots, served[layer].num_heads, longest)
-        if numbers := evidence_of(vllm_config, settings, served[layer].num_heads):
-            served[layer].evidence = torch.empty(numbers, dtype=torch.float32, device=device)
+    for impl in sparse:
+        key_PHND = torch.empty(0, impl.num_kv_heads, 1, impl.head_size, dtype=dtype, device=device)
+        like, group = (key_PHND, key_PHND), impl.num_heads // impl.num_kv_heads  # a value is as wide as a key
+        impl.segment = PackedSegment(slots, rows, *like, packs=not policy.chooses)
+        impl.kept = policy.companion.keeps(slots, group, *like, longest)
+        if numbers := evidence_of(vllm_config, settings, impl.num_heads):
+            impl.evidence = torch.empty(numbers, dtype=torch.float32, device=device)
     if device.type == "cuda":
         cache = vllm_config.cache_config
         share = int((total_bytes(device) or 0) * cache.gpu_memory_utilization)
         free = cache.kv_cache_memory_bytes or share - resident_bytes(device)
         for impl in served.values():
-            count = norm_count(free, len(served), shape_of(impl, dtype, device))
+            count = norm_count(free, len(served), 2 * impl.head_size * dtype.itemsize)
             impl.norm_X = torch.empty(count, dtype=torch.float32, device=device)
 
 
@@ -201,25 +180,22 @@ def check_model(vllm_config: Any, settings: Settings) -> None:
     if not FULL.intersection(kinds):
         raise ConfigError(f"model must have full-attention layers for sfi, got {sorted(set(kinds))}")
     sparse = set(range(len(kinds))).difference(settings.config.dense_layers)
-    shape = SegmentShape(
-        heads=model.get_num_kv_heads(parallel),
-        key_width=model.get_head_size(),
-        value_width=model.get_head_size(),
-        dtype=model.dtype,
-        device=torch.device(vllm_config.device_config.device),
-    )
-    check_room(vllm_config, settings, sum(kinds[layer] in FULL for layer in sparse), shape)
+    layers = sum(kinds[layer] in FULL for layer in sparse)
+    check_room(vllm_config, settings, layers, model.get_num_kv_heads(parallel), model.get_head_size())
 
 
-def check_room(vllm_config: Any, settings: Settings, layers: int, shape: SegmentShape) -> None:
-    """Raise `ConfigError`, with what fits, for slots of `layers` with rows of `shape` beyond `slots_memory`."""
-    total, parallel = total_bytes(shape.device), vllm_config.parallel_config
+def check_room(vllm_config: Any, settings: Settings, layers: int, heads: int, width: int) -> None:
+    """Raise `ConfigError`, with what fits, for slots of `layers` of so many KV heads beyond `slots_memory`."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    device, query_heads = torch.device(vllm_config.device_config.device), model.get_num_attention_heads(parallel)
     # the processes of one machine share its memory; each has a GPU of its own
-    sharing = parallel.tensor_parallel_size if shape.device.type == "cpu" else 1
-    longest, query_heads = longest_of(vllm_config), vllm_config.model_config.get_num_attention_heads(parallel)
+    total, sharing = total_bytes(device), parallel.tensor_parallel_size if device.type == "cpu" else 1
+    shape = LayerShape(
+        heads=heads, key_width=width, value_width=width, itemsize=model.dtype.itemsize, query_heads=query_heads
+    )
     check_slots(
         settings.policy, shape, slots=slot_count(vllm_config, settings.options), layers=layers,
-        longest=longest, query_heads=query_heads,
+        longest=longest_of(vllm_config),
         limit=None if total is None else int(total * settings.options.slots_memory) // sharing,
         beside=layers * evidence_of(vllm_config, settings, query_heads) * FLOAT32,
     )  # fmt: skip
@@ -229,10 +205,3 @@ def longest_of(vllm_config: Any) -> int:
     """Return the tokens of the longest request, in whole blocks."""
     block, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
     return int(-(-longest // block) * block)
-
-
-def shape_of(impl: Any, dtype: torch.dtype, device: torch.device) -> SegmentShape:
-    """Return a token's keys and values of a layer in this process."""
-    return SegmentShape(
-        heads=impl.num_kv_heads, key_width=impl.head_size, value_width=impl.head_size, dtype=dtype, device=device
-    )

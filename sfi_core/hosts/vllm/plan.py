@@ -1,10 +1,13 @@
-"""What vLLM's scheduler says of a step, and what the plan makes of it, in plain numbers."""
+"""The plan of an engine step, which vLLM's scheduler sends to its workers, and which row of a batch is which entry."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from sfi_core.engine.ledger import RequestPass
-from sfi_kernels.step_descriptor import PROMPT
+from sfi_kernels.step_descriptor import PROMPT, sent
 
 NO_SLOT = -1
 
@@ -54,11 +57,47 @@ class Plan:
     freed: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """A step's schedule: new tokens by request; blocks and cached tokens of those that begin; others' new blocks."""
+class RowMatcher:
+    """Matches the rows of vLLM's batch with the plan's entries, mostly without waiting for the device.
 
-    count: Mapping[str, int]
-    opened: Mapping[str, tuple[Sequence[int], int]]
-    blocks: Mapping[str, Sequence[int]]
-    preempted: Sequence[str]
+    A row with unique counts of new and cached tokens is known by them; the second model runner adds the rows' numbers
+    in its table, by which others are known once they have been seen. The rest are told apart by the block of their
+    last token, one read of the device: the second runner needs it when requests of one length begin together, the
+    first in every pass in which rows share their counts.
+    """
+
+    def __init__(self) -> None:
+        self._request_of: dict[int, int] = {}
+
+    def match(
+        self,
+        counts: Sequence[tuple[int, int]],
+        numbers: Sequence[int] | None,
+        entries: Sequence[Entry],
+        read_blocks: Callable[[], Sequence[int]],
+    ) -> list[Entry]:
+        """Return each row's entry, by its counts of cached and new tokens, its number, or its last token's block."""
+        alike = defaultdict(list)
+        for entry in entries:
+            alike[entry.length, entry.count].append(entry)
+        matched: list[Entry] = []
+        blocks: Sequence[int] = ()
+        for row, count in enumerate(counts):
+            same = alike[count]
+            request = self._request_of.get(numbers[row]) if numbers else None
+            fitting = same if len(same) == 1 else [entry for entry in same if entry.request == request]
+            if not fitting:
+                blocks = blocks or read_blocks()
+                fitting = [entry for entry in same if entry.block == blocks[row]]
+            matched += fitting
+        # a request that loses its number is absent for a pass at least, so one pass is memory enough
+        self._request_of = {number: e.request for number, e in zip(numbers or (), matched, strict=False)}
+        return matched
+
+
+def last_blocks(table_RP: torch.Tensor, lengths: Sequence[int], page_size: int, split: int) -> list[int]:
+    """Read the block of each row's last token from the device: the one wait of a pass; it is `split` pages."""
+    column_R = sent(torch.tensor([(length - 1) // page_size for length in lengths]), table_RP.device)
+    page_R1 = table_RP[: len(lengths)].gather(1, column_R[:, None])
+    blocks: list[int] = page_R1[:, 0].div(split, rounding_mode="floor").tolist()
+    return blocks

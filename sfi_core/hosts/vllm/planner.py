@@ -13,7 +13,7 @@ from typing import Any
 
 from sfi_core.engine.ledger import Reads, RequestPass, close_step, enter, plan_step, step_fields, step_shape
 from sfi_core.engine.report import RequestReport
-from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan, Scheduled
+from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy
@@ -108,34 +108,36 @@ class Planner:
 
     def see(self, live: Any, settings: RequestSettings) -> None:
         """Register a request that has arrived."""
-        if live.request_id in self.tracked:
-            return
         policy, state = self._make_policy(settings.config), RequestState(request=self._arrived)
         self.tracked[live.request_id] = Tracked(live, settings, policy, state)
         self._dense_layers = len(policy.config.dense_layers)  # the same for all requests
         self._arrived += 1
 
-    def plan(self, scheduled: Scheduled) -> Plan:
-        """Plan an engine step."""
+    def plan(self, scheduled: Any, group: int = 0) -> Plan:
+        """Plan an engine step from vLLM's `SchedulerOutput`; `group` is the KV cache group of full attention."""
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
         self.step += 1
         for tracked in self.tracked.values():
             self._note(tracked, elapsed)
-        for name in scheduled.preempted:
-            if name in self.tracked:
-                self._lose(self.tracked[name])
-        for name, blocks in scheduled.blocks.items():
-            if name in self.tracked:
-                self.tracked[name].blocks += blocks
-        counts = {name: count for name, count in scheduled.count.items() if name in self.tracked}
-        for name in filter(scheduled.opened.__contains__, counts):
-            self._open(self.tracked[name], *scheduled.opened[name])
+        for name in filter(self.tracked.__contains__, scheduled.preempted_req_ids or ()):  # others were aborted since
+            self._lose(self.tracked[name])
+        opened = {new.req_id: (new.block_ids[group], new.num_computed_tokens) for new in scheduled.scheduled_new_reqs}
+        cached = scheduled.scheduled_cached_reqs
+        for name, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if name in cached.resumed_req_ids:
+                opened[name] = blocks[group], computed
+            elif blocks is not None:
+                self.tracked[name].blocks += blocks[group]
+        for name in filter(opened.__contains__, scheduled.num_scheduled_tokens):
+            self._open(self.tracked[name], *opened[name])
         entries, self.shape = [], {}
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
-        for name, (request_pass, selects) in self._passes(counts).items():
+        for name, (request_pass, selects) in self._passes(scheduled.num_scheduled_tokens).items():
             tracked = self.tracked[name]
-            entries.append(self._enter(tracked, request_pass, selects=selects, opens=name in scheduled.opened))
+            entries.append(self._enter(tracked, request_pass, selects=selects, opens=name in opened))
             kinds[request_pass.kind == FAST].append(tracked.state)
         self.shape |= step_shape(*kinds, None if self.row_bytes is None else self._moved_bytes)
         freed, self._freed = self._freed, []
@@ -176,9 +178,8 @@ class Planner:
         passes = {name: self._pass(self.tracked[name], count) for name, count in counts.items()}
         selecting = [name for name, one in passes.items() if self._asks(self.tracked[name], one)]
         if self._evidence is not None:
-            due = [name for name in selecting if not passes[name].ends_prompt]
-            due.sort(key=lambda name: -self.tracked[name].waited)
-            for name in due[self._evidence :]:
+            due = (name for name in selecting if not passes[name].ends_prompt)
+            for name in sorted(due, key=lambda name: -self.tracked[name].waited)[self._evidence :]:
                 selecting.remove(name)
                 tracked = self.tracked[name]
                 tracked.due, tracked.waited = passes[name].reason, tracked.waited + 1

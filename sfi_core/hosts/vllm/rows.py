@@ -57,9 +57,9 @@ class Described(NamedTuple):
 class RowLaunch:
     """Attends with the decoding rows of a pass, and selects from their evidence.
 
-    A batch of decoding rows alone, which a graph may hold, has descriptors of its own for each number of rows.
-    `evidence` has a flat float32 buffer of each layer that selects in a graph. By layer, `queries` are the last of each
-    slot, [slots + 1, H, G, D], and `outs` the outputs, if somebody watches: the last place is that of all other rows.
+    Each number of rows has descriptors of its own, at addresses that a graph of as many rows knows. `evidence` has a
+    flat float32 buffer of each layer that selects in a graph. By layer, `queries` are the last of each slot,
+    [slots + 1, H, G, D], and `outs` the outputs, if somebody watches: the last place is that of all other rows.
     """
 
     def __init__(self, run: Run, evidence: dict[int, torch.Tensor]) -> None:
@@ -67,8 +67,8 @@ class RowLaunch:
         self.run, self.evidence, self.on_gpu = run, evidence, run.store.backend == "triton"
         run.descriptors = SlotDescriptors(run.store, run.device)
         run.describe([RequestPass()] * run.store.batch, [0] * run.store.batch)  # a graph is recorded before any pass
-        self._alone: dict[int, Described] = {}
-        self._now: Described | None = None  # of the pass under way
+        self._described: dict[int, Described] = {}
+        self._now: Described  # the rows of the pass under way
         self.queries: dict[int, torch.Tensor] = {}
         self.outs: dict[int, torch.Tensor] = {}
         for index in sorted(run.layers):
@@ -79,20 +79,15 @@ class RowLaunch:
                 self.outs[index] = value.new_zeros(*places, value.shape[3])
         self._diagnostics: dict[int, dict[str, torch.Tensor]] = {}
 
-    def prepare(self, rows: int) -> None:
-        """Allocate the descriptors of a batch of decoding rows alone, idle, before a graph may be recorded."""
-        if rows not in self._alone:
-            self._alone[rows] = self._described([PADDING] * rows, [NO_SLOT] * rows)
+    def rest(self, rows: int) -> None:
+        """Let so many rows idle before a plan is known: a graph that is recorded, or a dummy pass, changes nothing."""
+        if rows not in self._described or self.run.kept or not self.on_gpu:
+            self.describe([PADDING] * rows, [NO_SLOT] * rows)
+        self._now = self._described[rows]
 
-    def describe(self, requests: Sequence[StepRequest], slots: Sequence[int], *, alone: bool) -> None:
+    def describe(self, requests: Sequence[StepRequest], slots: Sequence[int]) -> None:
         """Describe the rows of the pass that begins, padding included; `slots` are those whose queries are kept."""
-        self._now = self._described(requests, slots, self._alone.get(len(requests)) if alone else None)
-        if alone:
-            self._alone[len(requests)] = self._now
-
-    def _described(
-        self, requests: Sequence[StepRequest], slots: Sequence[int], known: Described | None = None
-    ) -> Described:
+        known = self._described.get(len(requests))
         first = self._step(requests, known and known.steps[0].buffer)
         steps = first, first
         if self.run.policy.config.dense_layers:
@@ -100,7 +95,8 @@ class RowLaunch:
             steps = first, self._step(dense, known and known.steps[1].buffer)
         places = torch.tensor([self.run.store.batch if slot == NO_SLOT else slot for slot in slots])
         longest = self.run.store.capacity if self.on_gpu else max(row.length for row in requests)
-        return Described(steps, tuple(slots), sent(places, self.run.device, known and known.slot_R), longest)
+        slot_R = sent(places, self.run.device, known and known.slot_R)
+        self._now = self._described[len(requests)] = Described(steps, tuple(slots), slot_R, longest)
 
     def _step(self, requests: Sequence[StepRequest], into: torch.Tensor | None) -> StepDescriptor:
         device, heads = self.run.device, self.run.store.heads
@@ -114,15 +110,12 @@ class RowLaunch:
         return replace(step, longest=self.run.store.capacity, padding=padding, fast=every)
 
     def attend(
-        self, index: int, query_RHGD: torch.Tensor, out_RHGE: torch.Tensor, table_RP: torch.Tensor, *, alone: bool,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        """Attend with the rows that were described last, in place of `out_RHGE`; `options` are those of `Layer`."""
-        run, described = self.run, self._alone[len(query_RHGD)] if alone else self._now
-        assert described is not None, "the rows have been described"
-        layer, pseudo = Layer(run, index, **options), None
-        step, table_RP = described.steps[layer.left_dense], table_RP[: len(query_RHGD)]
-        query_RHG1D = query_RHGD.unsqueeze(3)
+        self, index: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, **options: Any
+    ) -> None:
+        """Attend with the rows that were described last, the batch's first; `options` are those of `Layer`."""
+        run, described, layer, pseudo = self.run, self._now, Layer(self.run, index, **options), None
+        query_RHGD, out_RHGE, table_RP = (x[: len(described.slots)] for x in (query_XHGD, out_XHGE, table_RP))
+        step, query_RHG1D = described.steps[layer.left_dense], query_RHGD.unsqueeze(3)
         if layer.chooses:
             selections, pseudo = select.choose(layer, step, query_RHG1D, described.longest, table_RP)
             self._diagnostics[index] = {name: x for each in selections for name, x in each.diagnostics.items()}
@@ -170,20 +163,13 @@ class RowLaunch:
 
     def _tell_choices(self, slots: Sequence[int]) -> None:
         # the segments have the chosen positions behind the sinks
-        run, described, config = self.run, self._now, self.run.policy.config
-        assert described is not None, "the pass has been described"
-        rows, places = [described.slots.index(slot) for slot in slots], {slot: at for at, slot in enumerate(slots)}
+        run, config = self.run, self.run.policy.config
+        rows, places = [self._now.slots.index(slot) for slot in slots], {slot: at for at, slot in enumerate(slots)}
         for index, segment in sorted(run.segments.items()):
             chosen = [segment.position_BHS[slot, :, run.requests[slot].sink(config.sink) :] for slot in slots]
             index_BHK = torch.stack([pad(row, (0, config.budget), value=-1)[:, : config.budget] for row in chosen])
             diagnostics = {name: value[rows] for name, value in self._diagnostics[index].items()}
             select.note(run, (index,), places, Selection(index_BHK, diagnostics))
-
-    def rest(self) -> None:
-        """Let the rows idle, so that a dummy pass of as many changes nothing that is kept, or selects."""
-        rows = len(self._now.slots) if self._now is not None else 0
-        if rows in self._alone and (self.run.kept or not self.on_gpu):
-            self._alone[rows] = self._described([PADDING] * rows, [NO_SLOT] * rows, self._alone[rows])
 
     def end_prompt(self, run: Run, slot: int) -> None:
         """Do for a prompt's piece of a single token, of a `run` of its own, what is done for longer ones."""

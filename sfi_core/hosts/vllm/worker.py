@@ -18,9 +18,8 @@ from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
 from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.rows import PADDING, RowLaunch
-from sfi_core.policies.base import Policy
 from sfi_core.state.kv_cache import PagedView
-from sfi_core.state.layer_pages import LayerPages, SegmentShape
+from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.request import RequestState
 from sfi_kernels.step_descriptor import SLOW, StepRequest, sent
 
@@ -72,25 +71,11 @@ class BorrowedPages(PagedView):
         self.note_norms(layer)
         return super().norms(layer, page_RHP)
 
-    def grow(self, capacity: int) -> None:
-        """Raise `ValueError` beyond vLLM's `max_model_len`: the cache cannot grow."""
-        if capacity > self.capacity:
-            raise ValueError(f"cache holds {self.capacity} tokens a request, got {capacity}")
-
     def append(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: vLLM appends, and owns the blocks."""
         raise TypeError("vLLM writes its own cache")
 
-    copy = append
-
-
-def kept_of(policy: Policy, shape: SegmentShape, slots: int, query_heads: int, longest: int) -> Any:
-    """Allocate what a policy keeps of a layer for requests of at most `longest` tokens, if anything."""
-    key, value = (
-        torch.empty(0, shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
-        for width in (shape.key_width, shape.value_width)
-    )
-    return policy.companion.keeps(slots, query_heads // shape.heads, key, value, longest)
+    grow = append
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +83,7 @@ class MatchedPass:
     """The forward pass under way, matched with vLLM's batch.
 
     `rows` are the batch's: each row's first token in the batch, and its entry. The first `launched` ones, of a token
-    each, are those of the launch; vLLM's own attention computes the others.
+    each, are those of the launch, padding included; vLLM's own attention computes the others.
     """
 
     rows: Sequence[tuple[int, Entry]]
@@ -108,8 +93,8 @@ class MatchedPass:
 class WorkerEngine:
     """The engine of one worker process over vLLM's cache, `store`.
 
-    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `plan` is the scheduler's of
-    the forward pass under way, and `entered` the pass; both are None in dummy passes.
+    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `entered` is the pass under
+    way, None in a dummy pass.
     """
 
     def __init__(self, run: Run, store: BorrowedPages, launch: RowLaunch, split: int = 1) -> None:
@@ -117,14 +102,13 @@ class WorkerEngine:
         self.run, self.store, self.launch, self.split = run, store, launch, split
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
-        self.plan: Plan | None = None
         self.entered: MatchedPass | None = None
         # by the builder of vLLM's metadata: enters the pass that it was made for, once the plan is known
-        self.built: dict[Any, Callable[[WorkerEngine], None]] = {}
+        self.built: dict[Any, Callable[[WorkerEngine, Sequence[Entry]], None]] = {}
 
     def begin(self, plan: Plan) -> None:
         """Take the scheduler's plan of the pass whose metadata has been built, and enter it."""
-        self.plan, self.entered = plan, None
+        self.entered = None
         for slot in plan.freed:
             forget(self.run, slot)
             self.run.requests[slot] = RequestState(request=-1, finished=True)
@@ -133,7 +117,7 @@ class WorkerEngine:
         if plan.entries and not built:
             raise BackendError("vLLM's model runner must build attention's metadata before it binds the plan, for sfi")
         for enter in built.values() if plan.entries else ():
-            enter(self)
+            enter(self, plan.entries)
 
     def enter(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor, padded: int = 0) -> MatchedPass:
         """Enter the pass of the batch's rows; later calls return it. `table_RP` are the rows' blocks, int32.
@@ -154,11 +138,12 @@ class WorkerEngine:
         if decoding := {e.slot: e.request_pass for _, e in slotted if e.decode}:
             run.begin([decoding.get(slot, RequestPass()) for slot in range(self.store.batch)])
             prepare_layers(run, run.batch_pass.fast, run.requests)
-        launched = len(rows) if padded else sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
+        launched = padded or sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
         if launched:
-            entries, more = [entry for _, entry in rows[:launched]], max(0, padded - launched)
+            entries = [entry for _, entry in rows[:launched]]
+            more = launched - len(entries)
             requests = [*map(self._request, entries), *[PADDING] * more]
-            self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more], alone=padded > 0)
+            self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more])
         self.entered = MatchedPass(rows, launched)
         return self.entered
 
@@ -177,17 +162,16 @@ class WorkerEngine:
         return StepRequest(mode=SLOW, length=length, recent_start=length, packed=0, sink=0, slot=NO_SLOT, wanted=False)
 
     def attend(
-        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, *, alone: bool,
-        **options: Any,
-    ) -> None:  # fmt: skip
+        self, layer: int, query_XHGD: torch.Tensor, out_XHGE: torch.Tensor, table_RP: torch.Tensor, **options: Any
+    ) -> None:
         """Attend with the pass's decoding rows, and select for prompts, whose outputs are already set.
 
-        Queries by KV head, `options` of `Layer`; `alone` are rows of a token each, which a graph may hold.
+        Queries by KV head, `options` of `Layer`. In a dummy pass no row has work, as where a graph is recorded in one.
         """
-        entered = None if alone else self.entered
-        if count := len(query_XHGD) if entered is None else entered.launched:
-            self.launch.attend(layer, query_XHGD[:count], out_XHGE[:count], table_RP, alone=alone, **options)
-        for first, entry in () if entered is None else entered.rows[count:]:
+        entered = self.entered
+        if entered is None or entered.launched:
+            self.launch.attend(layer, query_XHGD, out_XHGE, table_RP, **options)
+        for first, entry in () if entered is None else entered.rows[entered.launched :]:
             if entry.slot != NO_SLOT:
                 tokens = slice(first, first + entry.count)
                 query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
@@ -195,25 +179,23 @@ class WorkerEngine:
 
     def leave(self) -> None:
         """Leave the pass, after vLLM's model."""
-        self.plan, entered, self.entered = None, self.entered, None
+        entered, self.entered = self.entered, None
         if entered is None:
             return
-        slotted = [entry for _, entry in entered.rows if entry.slot != NO_SLOT]
-        launched = [entry for _, entry in entered.rows[: entered.launched] if entry.slot != NO_SLOT]
-        if any(entry.decode for entry in slotted):
+        slotted = [(place, entry) for place, (_, entry) in enumerate(entered.rows) if entry.slot != NO_SLOT]
+        if decoding := [entry for _, entry in slotted if entry.decode]:
             self.launch.finish()
-            self.launch.refresh([entry.slot for entry in launched if entry.decode and entry.selects])
+            self.launch.refresh([entry.slot for entry in decoding if entry.selects])
             self.run.end_pass()
-        for entry in launched:
+        for place, entry in slotted:
             if not entry.decode:
-                self.launch.end_prompt(self._reading[entry.slot], entry.slot)
-        self.store.note_norms()
-        self.launch.rest()
-        for entry in slotted:
-            if not entry.decode:
-                self._reading[entry.slot].end_pass()
+                reading = self._reading[entry.slot]
+                if place < entered.launched:  # a piece of a single token
+                    self.launch.end_prompt(reading, entry.slot)
+                reading.end_pass()
                 if entry.request_pass.ends_prompt:
                     self.run.step = self._reading.pop(entry.slot).step
+        self.store.note_norms()
 
     def _read(self, entry: Entry) -> None:
         if entry.opens:

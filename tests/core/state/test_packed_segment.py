@@ -21,7 +21,7 @@ class Packed:
         start, count = int32([0] * B), int32([T] * B)
         both = start.tolist(), count.tolist()
         self.pages = self.cache.append(0, self.key, self.value, start, count, *both)
-        self.segment = PackedSegment(B, rows, self.pages)
+        self.segment = PackedSegment(B, rows, *self.pages.tensors[:2])
 
     def repack(self, row: int, index: list[list[int]], sink: int = SINK) -> None:
         self.repack_all([row], [index], [sink])

@@ -24,7 +24,7 @@ class Packing:
     def __init__(self, side, *count: int) -> None:
         self.written, self.cache = Written(side), KVCache(B, CAPACITY)
         self.written.append(*count, into=[self.cache])
-        self.segments = [PackedSegment(B, 9, s.pages(0)) for s in (self.written.store, self.cache)]
+        self.segments = [PackedSegment(B, 9, *s.pages(0).tensors[:2]) for s in (self.written.store, self.cache)]
 
     def pack(self, rows, sink, index, heads=None) -> torch.Tensor:
         """Pack by both; return how many rows the two-tier store brought."""
@@ -226,7 +226,7 @@ def test_the_bytes_are_those_of_what_the_store_holds():
     store.staged(0, 0, 41)
     stage = capacity * H * row
     assert store.device_bytes == fixed + stage
-    segment = PackedSegment(B, 9, store.pages(0))
+    segment = PackedSegment(B, 9, *store.pages(0).tensors[:2])
     store.pack_into(segment, 0, int32([0]), int32([2]), int32([5, 9]).view(1, 2, 1), 2)
     assert store.device_bytes == fixed + stage + B * H * (9 * (row + 4) + 4)
 

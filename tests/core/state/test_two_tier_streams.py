@@ -50,7 +50,7 @@ def decode(device: Device) -> None:
     written = Written(SecondStream(torch.cuda.Stream(torch.device("cuda:0"), priority=0)))
     store = written.store
     written.append(41, 33, 37)
-    segment = PackedSegment(B, 9, store.pages(0))
+    segment = PackedSegment(B, 9, *store.pages(0).tensors[:2])
     held = [segment.key_BHSD, segment.value_BHSE, segment.position_BHS, segment.length_BH]
     for step in range(2):
         for row in range(B):

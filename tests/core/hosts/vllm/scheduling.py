@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
-from sfi_core.hosts.vllm.plan import Entry, Scheduled
+from sfi_core.hosts.vllm.plan import Entry
 from sfi_core.hosts.vllm.planner import Planner, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.policies.built_in.sfi import SFI
@@ -24,6 +25,7 @@ class Fake:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     generated: int = 0
+    began: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -63,18 +65,29 @@ class FakeScheduler:
             for one in self.live.values()
             if (names is None or one.request_id in names) and one.generated < len(one.script)
         ]
-        lost, self.lost = self.lost, []
-        count, opened, grown = {}, {}, {}
+        lost, self.lost, resumed = self.lost, [], set()
+        count, new, cached = {}, [], []
         for one in chosen:
             left = one.num_prompt_tokens + one.generated - one.computed
-            count[one.request_id] = new = min(left, self.piece)
-            fresh = self.take(-(-(one.computed + new) // BLOCK) - len(one.blocks))
-            if not one.blocks:
-                opened[one.request_id] = (list(fresh), one.computed)
-            elif fresh:
-                grown[one.request_id] = fresh
+            count[one.request_id] = piece = min(left, self.piece)
+            fresh = self.take(-(-(one.computed + piece) // BLOCK) - len(one.blocks))
+            if one.began:
+                cached.append((one.request_id, (list(fresh),) if fresh else None, one.computed))
+            else:
+                ids = {"req_id": one.request_id, "block_ids": (list(fresh),)}
+                new.append(SimpleNamespace(**ids, num_computed_tokens=one.computed))
+            resumed |= {one.request_id} if one.began and not one.blocks else set()
+            one.began = True
             one.blocks += fresh
-        plan = self.planner.plan(Scheduled(count, opened, grown, lost))
+        names, blocks, computed = zip(*cached, strict=True) if cached else ((), (), ())
+        again = SimpleNamespace(
+            req_ids=names, new_block_ids=blocks, num_computed_tokens=computed, resumed_req_ids=resumed
+        )
+        plan = self.planner.plan(
+            SimpleNamespace(
+                num_scheduled_tokens=count, scheduled_new_reqs=new, scheduled_cached_reqs=again, preempted_req_ids=lost
+            )
+        )
         if self.late:
             self.settle()
         for one in chosen:

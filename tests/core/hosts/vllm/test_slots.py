@@ -1,34 +1,32 @@
-"""Inside vLLM, in plain numbers: what slots take, which row is which entry, and what vLLM's kernel attends with."""
-
-from types import SimpleNamespace
+"""Inside vLLM, in plain numbers: what slots take, and which row is which entry."""
 
 import pytest
 import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.matching import RowMatcher, last_blocks, rest_of
-from sfi_core.hosts.vllm.plan import Entry
-from sfi_core.hosts.vllm.worker import BorrowedPages, MatchedPass, kept_of
+from sfi_core.hosts.vllm.plan import Entry, RowMatcher, last_blocks
+from sfi_core.hosts.vllm.worker import BorrowedPages
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered
-from sfi_core.state.layer_pages import LayerShape, PackedSegment, SegmentShape
+from sfi_core.state.layer_pages import LayerShape, PackedSegment
 
 CONFIG = SfiConfig().replace(budget=100, sink=4, recent=8)
-SHAPE = SegmentShape(heads=2, key_width=8, value_width=4, dtype=torch.float16, device=torch.device("cpu"))
+SHAPE = LayerShape(heads=2, key_width=8, value_width=4, itemsize=2, query_heads=6)
+LIKE = tuple(torch.empty(0, 2, 1, width, dtype=torch.float16) for width in (8, 4))
 LAYERS, SLOTS, LONGEST = 3, 5, 1000
 SFI = untriggered("sfi", CONFIG)
 ROWS = packed_rows(SFI, LONGEST)
 
 
 def room(config: SfiConfig = CONFIG, slots: int = SLOTS) -> int:
-    segment = PackedSegment(slots, packed_rows(untriggered("sfi", config), LONGEST), SHAPE)
+    segment = PackedSegment(slots, packed_rows(untriggered("sfi", config), LONGEST), *LIKE)
     return LAYERS * (segment.nbytes - segment.length_BH.nbytes)
 
 
 def check(policy, limit: int | None) -> None:
-    sizes = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST, "query_heads": 6}
+    sizes = {"slots": SLOTS, "layers": LAYERS, "longest": LONGEST}
     check_slots(policy, SHAPE, limit=limit, **sizes)
 
 
@@ -54,10 +52,10 @@ def test_refusal_names_what_fits() -> None:
 def test_norms_lie_in_the_room_given() -> None:
     """Room counted from the free bytes holds the norms of every block that fits beside them."""
     free, page, row = 10_000, 16, 2 * (8 + 4)
-    count = norm_count(free, LAYERS, SHAPE)
+    count = norm_count(free, LAYERS, row)
     blocks = (free - LAYERS * 4 * count) // (LAYERS * SHAPE.heads * page * row)
     key, value = (torch.zeros(blocks, 2, page, width) for width in (8, 4))
-    store, norm_X = BorrowedPages("torch", page, SLOTS, LONGEST, SHAPE.device), torch.ones(count)
+    store, norm_X = BorrowedPages("torch", page, SLOTS, LONGEST, key.device), torch.ones(count)
     store.borrow(0, key, value, norm_X)
     norm_PHN = store.pages(0).norm_PHN
     assert norm_PHN.data_ptr() == norm_X.data_ptr()
@@ -118,40 +116,16 @@ def test_last_blocks() -> None:
     assert last_blocks(table_RP, [16, 33], 16, 3) == [1, 3], "of pages, three a block"
 
 
-class Common(SimpleNamespace):
-    def replace(self, **changes) -> "Common":
-        return Common(**vars(self) | changes)
-
-
-def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own() -> None:
-    lengths = torch.tensor([20, 33, 5, 0]).int()
-    rows = [(0, entry(0, 19)), (1, entry(1, 30, 3)), (4, entry(2, 0, 5))]
-    table, slot = torch.arange(12).view(4, 3), torch.arange(100, 109)
-    common = Common(seq_lens=lengths, seq_lens_cpu_upper_bound=lengths, block_table_tensor=table, slot_mapping=slot)
-    rest = rest_of(common, MatchedPass(rows, 1), lambda made: made)
-    assert rest is not None
-    made, tokens = rest
-    assert made.query_start_loc.tolist() == [0, 3, 8]
-    assert made.seq_lens.tolist() == [33, 5]
-    assert made.block_table_tensor.tolist() == table[1:3].tolist()
-    assert made.slot_mapping.tolist() == list(range(101, 109))
-    assert (made.max_query_len, made.max_seq_len) == (5, 33)
-    assert tokens == slice(1, 9)
-    for launched in (0, 3):
-        assert rest_of(None, MatchedPass(rows, launched), lambda made: made) is None
-
-
 def test_codescans_slots_hold_codes_and_no_rows() -> None:
     """At most the bytes that the policy states, which are those of codes in bytes, as PyTorch keeps them."""
-    shape = LayerShape(heads=2, key_width=8, value_width=4, itemsize=2, query_heads=6)
     policy = untriggered("codescan", CONFIG)
-    codes = kept_of(policy, SHAPE, SLOTS, 6, LONGEST)
-    summary = policy.summary_bytes(shape, LONGEST)
+    codes = policy.companion.keeps(SLOTS, 3, *LIKE, LONGEST)
+    summary = policy.summary_bytes(SHAPE, LONGEST)
     assert codes.nbytes <= SLOTS * summary
-    segment = PackedSegment(SLOTS, ROWS, SHAPE, packs=False)
+    segment = PackedSegment(SLOTS, ROWS, *LIKE, packs=False)
     limit = LAYERS * (segment.position_BHS.nbytes + SLOTS * summary)
     assert segment.key_BHSD.numel() == segment.value_BHSE.numel() == 0
-    positions = SHAPE.row_bytes(packs=False)
+    positions = 4 * SHAPE.heads  # of a row
     check(policy, limit)
     with pytest.raises(ConfigError, match="set slots to at most 4 or"):
         check(policy, limit - LAYERS * SLOTS * ROWS * positions - 1)

@@ -97,10 +97,11 @@ class Server:
         for layer, (_, key, value) in enumerate(new):
             self._write(layer, rows, key, value)
         alone = first == len(rows)
+        if alone:
+            self.engine.launch.rest(PADDED)  # as the builder of vLLM's metadata does
         if alone and self.recorder is not None and self.graph is None:
-            self.engine.launch.prepare(PADDED)
             self.graph = self.recorder(self._launched)  # before any plan
-        self.engine.built["builder"] = lambda engine: engine.enter(rows, self.table, PADDED if alone else 0)
+        self.engine.built["builder"] = lambda engine, _: engine.enter(rows, self.table, PADDED if alone else 0)
         self.engine.begin(Plan([entry for _, entry in pairs][::-1], list(freed)))
         one, outs = self.engine.entered, []
         if alone:
@@ -114,7 +115,7 @@ class Server:
             out = torch.full((first, H, G, D), torch.nan, device=self.device)
             for place in range(one.launched, len(rows)):
                 self._attend(layer, *rows[place], self.table[place], query, out)
-            self.engine.attend(layer, query.view(first, H, G, D), out, self.table, alone=False, **OPTIONS)
+            self.engine.attend(layer, query.view(first, H, G, D), out, self.table, **OPTIONS)
             outs.append(out)
         self.engine.leave()
         return torch.stack(outs).cpu()
@@ -123,7 +124,7 @@ class Server:
         # the layers of a pass as a graph has them
         for layer in range(LAYERS):
             query, out = (operand[layer] for operand in self.operands)
-            self.engine.attend(layer, query, out, self.table, alone=True, **OPTIONS)
+            self.engine.attend(layer, query, out, self.table, **OPTIONS)
 
     def _write(self, layer: int, rows: list[tuple[int, Entry]], *new: torch.Tensor) -> None:
         # as vLLM's `reshape_and_cache_flash` is documented: slot = block * tokens of a block + token
@@ -208,7 +209,8 @@ def test_a_dummy_pass_changes_nothing() -> None:
     server.step((request, request.entry(SLOW_STEP)))
     before = [segment.position_BHS.clone() for segment in server.engine.run.segments.values()]
     server.operands[0].normal_()
-    server.engine.attend(0, *(operand[0] for operand in server.operands), server.table, alone=True, **OPTIONS)
+    server.engine.launch.rest(PADDED)
+    server.engine.attend(0, *(operand[0] for operand in server.operands), server.table, **OPTIONS)
     server.engine.run.end_pass()
     assert not server.operands[1][0].any()
     after = [segment.position_BHS for segment in server.engine.run.segments.values()]
