@@ -118,7 +118,7 @@ class SfiMetrics(metrics.KVConnectorPromMetrics):
 class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Plans on the scheduler's side; on the worker's side, hands the plan to the attention.
 
-    No layer calls it, so that CUDA graphs may hold all layers. `engine` is there once vLLM's cache is.
+    `engine` is there once vLLM's cache is.
     """
 
     engine: WorkerEngine
@@ -211,6 +211,11 @@ class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return None
         counts, self.planner.totals = self.planner.totals, dict.fromkeys(TOTALS, 0.0)
         return ServerStats(data=counts)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Say that a graph may hold all layers: none of them calls the connector."""
+        return False
 
     # the worker's side
 
