@@ -6,8 +6,9 @@ Decoding is what several new tokens take beyond one: both runs find the prompt i
 longer context's prompt begins with a shorter one's, so that only the rest is read. Every `STRIDE`-th step of
 sfi is slow: random tokens have no sentences. It has not run on a GPU.
 
-On a CPU, plain vLLM, sfi and codescan in turns, a thread each, over some layers of Qwen3-0.6B's sizes; all prompts are
-read before the first turn of a point, and each engine's requests wait while the others have theirs:
+On a CPU, plain vLLM, sfi and codescan in turns, a thread each, over some layers of Qwen3-0.6B's sizes and as large a part of its
+vocabulary; all prompts are read before the first turn of a point, and each engine's requests wait while the others have
+theirs:
 
     python benchmarks/vllm_parts.py turns --model 14 --cache 4 --folder WORK --output RESULTS --seconds 2400
 """
@@ -203,7 +204,10 @@ def turns(asked: argparse.Namespace) -> int:
     from sfi_core.measure.bench.architectures import ARCHITECTURES  # noqa: PLC0415 - after sys.path
 
     asked.folder.mkdir(parents=True, exist_ok=True)
-    config = {**ARCHITECTURES["qwen3-0.6b"], "num_hidden_layers": int(asked.model), "dtype": "bfloat16"}
+    config = {**ARCHITECTURES["qwen3-0.6b"], "dtype": "bfloat16"}
+    # the product with the vocabulary is as large a part of a step as with all layers
+    config["vocab_size"] = config["vocab_size"] * int(asked.model) // config["num_hidden_layers"]
+    config["num_hidden_layers"] = int(asked.model)
     (asked.folder / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": asked.cache, "VLLM_CPU_OMP_THREADS_BIND": "nobind",
