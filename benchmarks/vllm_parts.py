@@ -6,9 +6,9 @@ Decoding is what several new tokens take beyond one: both runs find the prompt i
 longer context's prompt begins with a shorter one's, so that only the rest is read. Every `STRIDE`-th step of
 sfi is slow: random tokens have no sentences. It has not run on a GPU.
 
-On a CPU, plain vLLM, sfi and codescan in turns, a thread each, over some layers of Qwen3-0.6B's sizes and as large a part of its
-vocabulary; all prompts are read before the first turn of a point, and each engine's requests wait while the others have
-theirs:
+On a CPU, plain vLLM, sfi and codescan in turns, a thread each, over some layers of Qwen3-0.6B's sizes and as large a
+part of its vocabulary; all prompts are read before the first turn of a point, and each engine's requests wait while the
+others have theirs:
 
     python benchmarks/vllm_parts.py turns --model 14 --cache 4 --folder WORK --output RESULTS --seconds 2400
 """
