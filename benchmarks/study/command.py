@@ -56,6 +56,11 @@ def _parser(about: str) -> argparse.ArgumentParser:
     one.add_argument(
         "--audit", type=int, default=0, metavar="N", help="also say, of every N-th step, what each layer read"
     )
+    one.add_argument(
+        "--modules",
+        action="store_true",
+        help="run no compiled steps, as choosing ahead does not: bfloat16 rounds alike",
+    )
     _window_options(one, FidelityPart)
     one = found.add_parser("stability", help="full attention's supports, by place in the sentence")
     _window_options(one, StabilityPart, tokens=200)

@@ -140,7 +140,8 @@ def reference(model: Any, tokenizer: Any, windows: Sequence[Window], engine: Eng
         rows.append(logits_BV.log_softmax(-1))
 
     texts, config = [window.ids for window in windows], SfiConfig(trigger_policy="always")
-    how: dict[str, Any] = {"policy": WHOLE, "engine": EngineOptions(backend=engine.backend), "shared": shared}
+    alike = EngineOptions(backend=engine.backend, graphs=engine.graphs)  # in bfloat16 compiled steps round elsewhere
+    how: dict[str, Any] = {"policy": WHOLE, "engine": alike, "shared": shared}
     teacher_force(model, tokenizer, texts, prompt_tokens, keep, config, **how)
     return Reference(windows, torch.stack(rows), shared)
 
