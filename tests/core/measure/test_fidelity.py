@@ -12,6 +12,7 @@ from sfi_core.errors import ConfigError, InputError, NumericsError
 from sfi_core.measure.evaluation import fidelity as measured
 from sfi_core.measure.evaluation.grid import Method, at_sizes, key_of
 from sfi_core.measure.evaluation.teacher_forcing import teacher_force
+from sfi_core.settings.engine import EngineOptions
 
 PROMPT, NEW = 40, 25
 DOT = 5  # ends a sentence
@@ -84,8 +85,11 @@ def test_a_text_longer_than_the_models_positions_is_refused(tiny_model):
         teacher_force(tiny_model, None, [[7] * 1026], 4, print, SMALL)
 
 
-def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, full):
-    (found,) = measured.fidelity(tiny_model, None, full, SMALL, policy="full-kv")
+@pytest.mark.parametrize("graphs", [None, False])
+def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, window, graphs):
+    model, engine = copy.deepcopy(tiny_model).bfloat16(), EngineOptions(graphs=graphs)  # compiled, or by modules
+    full = measured.reference(model, None, [window], engine)
+    (found,) = measured.fidelity(model, None, full, SMALL, policy="full-kv", engine=engine)
     assert found.kl == [0.0] * NEW
     assert found.agrees == [True] * NEW
     assert found.nll == found.nll_full
