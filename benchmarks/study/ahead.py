@@ -41,8 +41,8 @@ def times(data: Measured, methods: Named, shares: Sequence[float]) -> str:
 def recalled(rows: Sequence[Row], methods: Named) -> str:
     """Write a row a method and share: which part of the likeliest positions and of all probability audited steps read.
 
-    Both are means over layers, KV heads, steps and windows. The layers are those that lose most beside the method's
-    base on the same windows: how much more of the probability.
+    Both are means over layers, KV heads, steps and windows. The layers are those that lose most of the probability
+    beside the method's base on the same windows, numbered among those that attend fully.
     """
     retained = {(row["method"], row["share"], row["kind"], row["number"]): row for row in rows if row.get("retained")}
     lines = []
@@ -53,7 +53,7 @@ def recalled(rows: Sequence[Row], methods: Named) -> str:
             lines.append([label, f"{100 * share:g} %", f"{recall:.3f}", f"{kept:.3f}"])
             base = [retained.get((AHEAD.sub("", method), *key[1:])) for key in retained if key[:2] == (method, share)]
             lines[-1] += [_losses(some, base) if method != AHEAD.sub("", method) and all(base) else "-", str(len(some))]
-    heads = ["method", "share", "recall", "probability read", "layers that lose most of it", "windows"]
+    heads = ["method", "share", "recall", "probability read", "full-attention layers that lose most of it", "windows"]
     return table(heads, lines)
 
 
