@@ -222,7 +222,10 @@ def turns(asked: argparse.Namespace) -> int:
         )
         for engine in TURNS
     }  # fmt: skip
-    facts = {"layers": int(asked.model), "vllm": installed(), "settings": TURN_SETTINGS | json.loads(asked.sfi)}
+    facts = {
+        "layers": int(asked.model), "vocabulary": config["vocab_size"], "vllm": installed(),
+        "settings": TURN_SETTINGS | json.loads(asked.sfi),
+    }  # fmt: skip
     file = asked.output / f"{datetime.now(UTC):%Y-%m-%d}-cpu-vllm-turns.json"
     rows: list[dict[str, Any]] = []
     for context, batch in points((64, 256) if asked.dry_run else TURN_CONTEXTS, TURN_BATCHES):
