@@ -1,6 +1,7 @@
 """The study behind docs/evidence.md: its texts, what it resumes, its statistics, a tiny run of each part."""
 
 import json
+import shutil
 from pathlib import Path
 from unittest.mock import patch
 
@@ -51,6 +52,11 @@ methods = ["sfi", "heads=fresh-heads-0.9", "half=fresh-half"]
 shares = [0.2]
 recent = 32
 methods = ["sfi", "codescan"]
+
+[ahead]
+shares = [0.2]
+recent = 32
+methods = ["codescan=codescan:recent=8", "ahead=codescan:recent=8,codescan.ahead=half"]
 
 [tasks]
 shares = [0.2]
@@ -173,6 +179,8 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     assert kl["fresh-half"] < kl["sfi"], "what is chosen anew is closer"
     rows = study("fidelity", *WINDOW, "--windows", "2", "--audit", "1")
     assert all(0 < share <= 1 for row in rows if row.get("recall") for share in (*row["recall"], *row["retained"]))
+    study("fidelity", *WINDOW, "--windows", "1", "--table", "ahead", "--audit", "1", "--modules")
+    shutil.copy(tmp_path / "fidelity.jsonl", tmp_path / "ahead.jsonl")
     lossless = study("lossless", *WINDOW, "--windows", "1")
     assert all(row["same"] and row["accepted"] <= row["tested"] <= row["drafted"] for row in lossless[1:])
     stability = study("stability", *WINDOW, "--lengths", "420", "--windows", "1")
@@ -184,11 +192,13 @@ def test_every_part_runs_and_is_reported(study, tmp_path):
     study("report", "--docs", str(tmp_path / "docs"))
     pages = {path.name: path.read_text() for path in (tmp_path / "docs").glob("*.md")}
     assert set(pages) == {
-        "front-240.md", "apart-240.md", "ablation-240.md", "granularity-240.md", "lossless.md", "stability.md",
-        "tasks.md",
+        "front-240.md", "ahead-240.md", "apart-240.md", "ablation-240.md", "granularity-240.md", "lossless.md",
+        "stability.md", "tasks.md",
     }  # fmt: skip
     assert all(f"| {label} | " in pages["apart-240.md"] for label in ("best", "each"))
     assert "| short | " in pages["ablation-240.md"]
+    recalled = [line.split(" | ") for line in pages["ahead-240.md"].splitlines() if line.startswith("| ahead | 20 % |")]
+    assert len(recalled) == 2, "the KL beside the base's, and what was read"
     assert "| codescan | 20 % | 1 of 1 |" in pages["lossless.md"]
     assert pages["granularity-240.md"].count("| pages | ") == 2, "at each share, and at equal reads"
     assert "| bundled-recall-1 | 400 | sfi | 20 % | 100 (21 to 100) |" in pages["tasks.md"]

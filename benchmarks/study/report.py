@@ -78,7 +78,8 @@ class Report:
 
     def ahead(self) -> list[Path]:
         """Write the pages of choosing half a layer ahead, which have rows of their own in `ahead.jsonl`."""
-        made, named, rows = [], self._listed("ahead"), self._rows(FidelityPart, "ahead")
+        made, rows = list[Path](), self._rows(FidelityPart, "ahead")
+        named = self._listed("ahead") if rows else []
         for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
             some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
             data, shares = measured(some), sorted({row["share"] for row in some} - {None})
