@@ -17,8 +17,8 @@ Named = Sequence[tuple[str, str]]  # label and text of each method
 def pairs(data: Measured, methods: Named) -> list[tuple[str, str, str]]:
     """Return label and text of each measured method that chooses ahead, and the text of its measured base."""
     have = {method for method, _ in data.windows}
-    found = [(label, method, AHEAD.sub("", method)) for label, method in methods]
-    return [pair for pair in found if pair[1] != pair[2] and {pair[1], pair[2]} <= have]
+    named = [(label, method, AHEAD.sub("", method)) for label, method in methods]
+    return [pair for pair in named if pair[1] != pair[2] and {pair[1], pair[2]} <= have]
 
 
 def times(data: Measured, methods: Named, shares: Sequence[float]) -> str:
@@ -49,8 +49,8 @@ def recalled(rows: Sequence[Row], methods: Named) -> str:
     for label, method in methods:
         for share in sorted({key[1] for key in retained if key[0] == method}):
             some = [row for key, row in retained.items() if key[:2] == (method, share)]
-            recall, kept = (float(np.mean([row[name] for row in some])) for name in ("recall", "retained"))
-            lines.append([label, f"{100 * share:g} %", f"{recall:.3f}", f"{kept:.3f}"])
+            recall, share_read = (float(np.mean([row[name] for row in some])) for name in ("recall", "retained"))
+            lines.append([label, f"{100 * share:g} %", f"{recall:.3f}", f"{share_read:.3f}"])
             base = [retained.get((AHEAD.sub("", method), *key[1:])) for key in retained if key[:2] == (method, share)]
             lines[-1] += [_losses(some, base) if method != AHEAD.sub("", method) and all(base) else "-", str(len(some))]
     heads = ["method", "share", "recall", "probability read", "full-attention layers that lose most of it", "windows"]

@@ -100,8 +100,10 @@ def main() -> None:
                 maps.learn(how)
                 method = Method.parse(METHOD + AHEAD * (how != "in its turn"))
                 (sized,) = at_sizes([method], shares=[share], recent=128)
-                found = fidelity(model, tokenizer, full, sized.config_for(LENGTH), policy=sized.policy)
-                kl = {kind: float(f"{sum(f.kl[1:]) / len(f.kl[1:]):.4g}") for kind, f in zip(given, found, strict=True)}
+                windows = fidelity(model, tokenizer, full, sized.config_for(LENGTH), policy=sized.policy)
+                kl = {
+                    kind: float(f"{sum(f.kl[1:]) / len(f.kl[1:]):.4g}") for kind, f in zip(given, windows, strict=True)
+                }
                 about = {"model": options.model, "half": options.half, "learned": options.learned}
                 print(json.dumps({**about, "share": share, "how": how, "kl": kl}), flush=True)
 

@@ -139,8 +139,10 @@ def give_room(vllm_config: Any, dtype: torch.dtype) -> None:
     in "out of memory". Raise `ConfigError` for segments that take more than `slots_memory` allows.
     """
     modules = vllm_config.compilation_config.static_forward_context
-    managed = {name: one for name, one in modules.items() if getattr(getattr(one, "impl", None), "manages", False)}
-    whole = {name: one.impl for name, one in managed.items() if is_full(one.get_kv_cache_spec(vllm_config))}
+    managed = {
+        name: layer for name, layer in modules.items() if getattr(getattr(layer, "impl", None), "manages", False)
+    }
+    whole = {name: layer.impl for name, layer in managed.items() if is_full(layer.get_kv_cache_spec(vllm_config))}
     served = {extract_layer_index(name): impl for name, impl in whole.items()}
     for module in managed.values():
         module.impl.given = True

@@ -176,7 +176,7 @@ class Planner:
     def _passes(self, counts: Mapping[str, int]) -> dict[str, tuple[RequestPass, bool]]:
         # what each request does in the step, and whether it selects anew: a prompt that ends does, others take turns
         passes = {name: self._pass(self.tracked[name], count) for name, count in counts.items()}
-        selecting = [name for name, one in passes.items() if self._asks(self.tracked[name], one)]
+        selecting = [name for name in passes if self._asks(self.tracked[name], passes[name])]
         if self._evidence is not None:
             due = (name for name in selecting if not passes[name].ends_prompt)
             for name in sorted(due, key=lambda name: -self.tracked[name].waited)[self._evidence :]:
@@ -186,7 +186,7 @@ class Planner:
                 passes[name] = RequestPass.decode("")
         for name in selecting:
             self.tracked[name].due, self.tracked[name].waited = "", 0
-        return {name: (one, name in selecting) for name, one in passes.items()}
+        return {name: (request_pass, name in selecting) for name, request_pass in passes.items()}
 
     def _pass(self, tracked: Tracked, count: int) -> RequestPass:
         state = tracked.state
@@ -197,9 +197,9 @@ class Planner:
             return RequestPass.decode("dense")
         return RequestPass.decode(tracked.due) if tracked.due else plan_step(tracked.policy, [state])[0]
 
-    def _asks(self, tracked: Tracked, one: RequestPass) -> bool:
+    def _asks(self, tracked: Tracked, request_pass: RequestPass) -> bool:
         policy = tracked.policy
-        asks = policy.selects_after if one.ends_prompt else one.kind == SLOW and policy.refreshes()
+        asks = policy.selects_after if request_pass.ends_prompt else request_pass.kind == SLOW and policy.refreshes()
         return tracked.slot != NO_SLOT and asks
 
     def _enter(self, tracked: Tracked, request_pass: RequestPass, *, selects: bool, opens: bool) -> Entry:
