@@ -127,6 +127,8 @@ class SfiBackend(Mixin):
 class PagedBackend(SfiBackend):
     """A vLLM backend without the features that sfi lacks; vLLM names missing ones at start."""
 
+    supported_kv_cache_dtypes = ("auto", "float16", "bfloat16")
+
     @staticmethod
     def get_name() -> str:
         """Return vLLM's name for backends of others."""
@@ -136,6 +138,11 @@ class PagedBackend(SfiBackend):
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """Return the layout in which the tokens of a head lie together."""
         return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Serve decoders only."""
+        return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
     def _no(cls) -> bool:
@@ -163,6 +170,8 @@ class PagedImpl(Mixin):
     evidence: torch.Tensor | None = None
     norm_X: torch.Tensor | None = None
     given = False
+    supports_dcp = False
+    supports_pcp = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raise `ConfigError` for ALiBi, and for keys shared between layers, where sfi manages the layer."""

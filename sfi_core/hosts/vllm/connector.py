@@ -112,7 +112,8 @@ class SfiMetrics(metrics.KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add counts."""
         for name, value in transfer_stats_data.items():
-            self._counters[name][engine_idx].inc(value)
+            if name in self._counters:
+                self._counters[name][engine_idx].inc(value)
 
 
 class SfiConnector(base.KVConnectorBase_V1, base.SupportsHMA):

@@ -108,6 +108,8 @@ class Planner:
 
     def see(self, live: Any, settings: RequestSettings) -> None:
         """Register a request that has arrived."""
+        if live.request_id in self.tracked:
+            return
         policy, state = self._make_policy(settings.config), RequestState(request=self._arrived)
         self.tracked[live.request_id] = Tracked(live, settings, policy, state)
         self._dense_layers = len(policy.config.dense_layers)  # the same for all requests
@@ -129,13 +131,14 @@ class Planner:
         ):
             if name in cached.resumed_req_ids:
                 opened[name] = blocks[group], computed
-            elif blocks is not None:
+            elif blocks is not None and name in self.tracked:
                 self.tracked[name].blocks += blocks[group]
-        for name in filter(opened.__contains__, scheduled.num_scheduled_tokens):
+        counts = {name: count for name, count in scheduled.num_scheduled_tokens.items() if name in self.tracked}
+        for name in filter(opened.__contains__, counts):
             self._open(self.tracked[name], *opened[name])
         entries, self.shape = [], {}
         kinds: tuple[list[RequestState], list[RequestState]] = [], []
-        for name, (request_pass, selects) in self._passes(scheduled.num_scheduled_tokens).items():
+        for name, (request_pass, selects) in self._passes(counts).items():
             tracked = self.tracked[name]
             entries.append(self._enter(tracked, request_pass, selects=selects, opens=name in opened))
             kinds[request_pass.kind == FAST].append(tracked.state)
