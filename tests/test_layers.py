@@ -173,6 +173,14 @@ def test_what_a_host_drives_knows_neither_host_nor_checkpoint(name: str):
         assert "sfi_core.models" not in text, path
 
 
+def test_what_any_server_needs_knows_no_server():
+    """`hosts/serving` stays what it is when vLLM changes, and serves another engine as well."""
+    served = {name: names for name, names in graph().items() if name.startswith("sfi_core.hosts.serving")}
+    assert "sfi_core.hosts.serving.worker" in served
+    for module, names in served.items():
+        assert not {name for name in names if name.startswith("sfi_core.hosts.")} - served.keys(), module
+
+
 def test_imports_of_the_core_do_not_run_deep():
     depth: dict[str, int] = {}
     for module in TopologicalSorter(graph()).static_order():

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from sfi_core.hosts.serving.plan import Plan
 from sfi_core.hosts.vllm.connector import ServerStats
 from sfi_core.hosts.vllm.connector import SfiConnector as PlainConnector
 from sfi_core.hosts.vllm.names import backend_of, layer_shapes, tokenizer_of
-from sfi_core.hosts.vllm.plan import Plan
 from sfi_core.hosts.vllm.plugin import installed_version
 from sfi_core.hosts.vllm.settings import OWN
 from sfi_core.measure.bench.architectures import empty_model

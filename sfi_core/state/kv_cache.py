@@ -20,7 +20,7 @@ from sfi_kernels.pack import append, pack
 
 
 class PagedView(KVStore):
-    """Reads the pages of every layer by one block table; `KVCache` or vLLM (`hosts/vllm/worker.py`) writes them."""
+    """Reads the pages of every layer by one block table; `KVCache` or a server writes them (`hosts/serving`)."""
 
     whole_on_device = True
     side = SideStream()

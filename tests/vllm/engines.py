@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_tra
 
 import sfi_core
 from sfi_core import SfiConfig
+from sfi_core.hosts.serving.worker import WorkerEngine
 from sfi_core.hosts.vllm.planner import Planner
-from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.models.load import BUNDLED
 
 EXAMPLE = json.loads((BUNDLED.parent / "example.json").read_text())

@@ -15,10 +15,10 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.serving.plan import Entry, RowMatcher
+from sfi_core.hosts.serving.worker import MatchedPass
 from sfi_core.hosts.vllm import plugin
 from sfi_core.hosts.vllm.backend import Batch
-from sfi_core.hosts.vllm.plan import Entry, RowMatcher
-from sfi_core.hosts.vllm.worker import MatchedPass
 from tests.vllm.engines import GREEDY, engine, engine_of_process, tokens
 
 PLAIN = "tests.vllm.plain_attention.SfiPlainBackend"

@@ -9,8 +9,8 @@ import pytest
 from vllm import LLM
 from vllm.config import CUDAGraphMode
 
+from sfi_core.hosts.serving.rows import EVIDENCE
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.rows import EVIDENCE
 from sfi_traces.model.trace import Trace
 from tests.fake_graph import use_tensors
 from tests.vllm import engines

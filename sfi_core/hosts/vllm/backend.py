@@ -23,10 +23,10 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.ubatch_utils import UBatchSlice, split_attn_metadata
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.serving.plan import Entry, RowMatcher, last_blocks
+from sfi_core.hosts.serving.worker import WorkerEngine
 from sfi_core.hosts.vllm.cpu import RowImpl
 from sfi_core.hosts.vllm.names import give_room, is_configured, is_full
-from sfi_core.hosts.vllm.plan import Entry, RowMatcher, last_blocks
-from sfi_core.hosts.vllm.worker import WorkerEngine
 from sfi_core.state.layer_pages import PackedSegment
 
 Mixin: Any = object  # beside vLLM's own class, whose attributes it uses

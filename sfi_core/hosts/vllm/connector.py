@@ -11,12 +11,12 @@ from vllm.model_executor.models.utils import extract_layer_index
 from sfi_core.engine.audit import Audit
 from sfi_core.engine.run import Run
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.serving.plan import Plan
+from sfi_core.hosts.serving.rows import EVIDENCE, RowLaunch
+from sfi_core.hosts.serving.worker import BorrowedPages, WorkerEngine
 from sfi_core.hosts.vllm import names
-from sfi_core.hosts.vllm.plan import Plan
 from sfi_core.hosts.vllm.planner import TOTALS, Planner
-from sfi_core.hosts.vllm.rows import EVIDENCE, RowLaunch
 from sfi_core.hosts.vllm.settings import RequestSettings, check_host
-from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
 from sfi_core.observers.events import AuditEvent, Event, SelectionEvent
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies import policy_class

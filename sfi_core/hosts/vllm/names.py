@@ -11,8 +11,8 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionS
 
 from sfi_core.distributed.ranks import ALONE, Ranks
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.serving.rows import evidence_numbers
 from sfi_core.hosts.vllm import CONNECTOR, attention_flags
-from sfi_core.hosts.vllm.rows import evidence_numbers
 from sfi_core.hosts.vllm.settings import PluginOptions, Settings, check_host
 from sfi_core.machine.memory import resident_bytes, total_bytes
 from sfi_core.models.load import load_tokenizer

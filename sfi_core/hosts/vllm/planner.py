@@ -13,7 +13,7 @@ from typing import Any
 
 from sfi_core.engine.ledger import Reads, RequestPass, close_step, enter, plan_step, step_fields, step_shape
 from sfi_core.engine.report import RequestReport
-from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
+from sfi_core.hosts.serving.plan import NO_SLOT, Entry, Plan
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.observers.observer import NullObserver, Observer
 from sfi_core.policies.base import Policy

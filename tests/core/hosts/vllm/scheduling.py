@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from sfi_core.hosts.vllm.plan import Entry
+from sfi_core.hosts.serving.plan import Entry
 from sfi_core.hosts.vllm.planner import Planner, Tracked
 from sfi_core.hosts.vllm.settings import RequestSettings
 from sfi_core.policies.built_in.sfi import SFI

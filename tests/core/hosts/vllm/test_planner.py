@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from sfi_core.errors import ConfigError
+from sfi_core.hosts.serving.plan import NO_SLOT
 from sfi_core.hosts.vllm import VERSIONS, plugin
-from sfi_core.hosts.vllm.plan import NO_SLOT
 from sfi_core.hosts.vllm.settings import RequestSettings, Settings, check_host
 from sfi_core.policies.built_in.sfi import SFI
 from sfi_core.settings.config import SfiConfig

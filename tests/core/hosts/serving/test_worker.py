@@ -9,9 +9,9 @@ import torch
 from sfi_core import EngineOptions, NullObserver, SfiConfig
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.rows import RowLaunch, evidence_numbers
-from sfi_core.hosts.vllm.worker import BorrowedPages, WorkerEngine
+from sfi_core.hosts.serving.plan import NO_SLOT, Entry, Plan
+from sfi_core.hosts.serving.rows import RowLaunch, evidence_numbers
+from sfi_core.hosts.serving.worker import BorrowedPages, WorkerEngine
 from sfi_core.policies import policy_class
 from sfi_core.triggers.trigger import Trigger
 from sfi_kernels.step_descriptor import SLOW

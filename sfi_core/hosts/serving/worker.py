@@ -1,6 +1,6 @@
-"""The worker's side: a `Run` over vLLM's paged cache, which has the state of slots and their selections.
+"""The worker's side: a `Run` over a server's paged cache, which has the state of slots and their selections.
 
-`rows.RowLaunch` attends with the batch's own decoding rows, vLLM's backend with prompts.
+`rows.RowLaunch` attends with the batch's own decoding rows, the server with prompts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.loop import forget, open_row
 from sfi_core.engine.run import Run
 from sfi_core.errors import BackendError
-from sfi_core.hosts.vllm.plan import NO_SLOT, Entry, Plan
-from sfi_core.hosts.vllm.rows import PADDING, RowLaunch
+from sfi_core.hosts.serving.plan import NO_SLOT, Entry, Plan
+from sfi_core.hosts.serving.rows import PADDING, RowLaunch
 from sfi_core.state.kv_cache import PagedView
 from sfi_core.state.layer_pages import LayerPages
 from sfi_core.state.request import RequestState
@@ -25,7 +25,7 @@ from sfi_kernels.step_descriptor import SLOW, StepRequest, sent
 
 
 class BorrowedPages(PagedView):
-    """Views of the blocks of vLLM's cache, with our own key norms: those of a slot up to its last selection."""
+    """Views of the blocks of a server's cache, with our own key norms: those of a slot up to its last selection."""
 
     def __init__(self, backend: str, page_size: int, slots: int, capacity: int, device: torch.device) -> None:
         """View no layer yet; `capacity` are the tokens that a request may reach."""
@@ -72,18 +72,18 @@ class BorrowedPages(PagedView):
         return super().norms(layer, page_RHP)
 
     def append(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: vLLM appends, and owns the blocks."""
-        raise TypeError("vLLM writes its own cache")
+        """Refuse: the server appends, and owns the blocks."""
+        raise TypeError("the server writes its own cache")
 
     grow = append
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedPass:
-    """The forward pass under way, matched with vLLM's batch.
+    """The forward pass under way, matched with the server's batch.
 
     `rows` are the batch's: each row's first token in the batch, and its entry. The first `launched` ones, of a token
-    each, are those of the launch, padding included; vLLM's own attention computes the others.
+    each, are those of the launch, padding included; the server's own attention computes the others.
     """
 
     rows: Sequence[tuple[int, Entry]]
@@ -91,19 +91,19 @@ class MatchedPass:
 
 
 class WorkerEngine:
-    """The engine of one worker process over vLLM's cache, `store`.
+    """The engine of one worker process over the server's cache, `store`.
 
     `run` has all decoding requests; a prompt under way has a run of its own over its slot. `entered` is the pass under
     way, None in a dummy pass.
     """
 
     def __init__(self, run: Run, store: BorrowedPages, launch: RowLaunch, split: int = 1) -> None:
-        """Take a run over vLLM's cache, with all layers known; a block of the scheduler's is `split` pages."""
+        """Take a run over the server's cache, with all layers known; a block of the scheduler's is `split` pages."""
         self.run, self.store, self.launch, self.split = run, store, launch, split
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
         self.entered: MatchedPass | None = None
-        # by the builder of vLLM's metadata: enters the pass that it was made for, once the plan is known
+        # by the builder of attention's metadata: enters the pass that it was made for, once the plan is known
         self.built: dict[Any, Callable[[WorkerEngine, Sequence[Entry]], None]] = {}
 
     def begin(self, plan: Plan) -> None:
@@ -115,7 +115,7 @@ class WorkerEngine:
             self._reading.pop(slot, None)
         built, self.built = self.built, {}
         if plan.entries and not built:
-            raise BackendError("vLLM's model runner must build attention's metadata before it binds the plan, for sfi")
+            raise BackendError("the model runner must build attention's metadata before it binds the plan, for sfi")
         for enter in built.values() if plan.entries else ():
             enter(self, plan.entries)
 
@@ -127,7 +127,7 @@ class WorkerEngine:
         if self.entered is not None:
             return self.entered
         slotted, run = [(place, e) for place, (_, e) in enumerate(rows) if e.slot != NO_SLOT], self.run
-        # the launch reads vLLM's table; what selects or learns, and prompts, do so by slot
+        # the launch reads the server's table; what selects or learns, and prompts, do so by slot
         every = bool(run.kept or run.watchers)
         self._copy_table([(place, e) for place, e in slotted if every or e.selects or not e.decode], table_RP)
         for _, entry in slotted:
@@ -178,7 +178,7 @@ class WorkerEngine:
                 end_prompts(self._reading[entry.slot], layer, query, out, **options)
 
     def leave(self) -> None:
-        """Leave the pass, after vLLM's model."""
+        """Leave the pass, after the model."""
         entered, self.entered = self.entered, None
         if entered is None:
             return

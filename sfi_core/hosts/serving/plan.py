@@ -1,4 +1,4 @@
-"""The plan of an engine step, which vLLM's scheduler sends to its workers, and which row of a batch is which entry."""
+"""The plan of an engine step, which a scheduler sends to its workers, and which row of a batch is which entry."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ class Plan:
 
 
 class RowMatcher:
-    """Matches the rows of vLLM's batch with the plan's entries, mostly without waiting for the device.
+    """Matches the rows of the engine's batch with the plan's entries, mostly without waiting for the device.
 
     A row with unique counts of new and cached tokens is known by them; the second model runner adds the rows' numbers
     in its table, by which others are known once they have been seen. The rest are told apart by the block of their

@@ -5,8 +5,8 @@ import torch
 
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
-from sfi_core.hosts.vllm.plan import Entry, RowMatcher, last_blocks
-from sfi_core.hosts.vllm.worker import BorrowedPages
+from sfi_core.hosts.serving.plan import Entry, RowMatcher, last_blocks
+from sfi_core.hosts.serving.worker import BorrowedPages
 from sfi_core.settings.config import SfiConfig
 from sfi_core.sizes.memory import packed_rows
 from sfi_core.sizes.policy import check_slots, norm_count, untriggered

@@ -1,6 +1,6 @@
-"""The decoding rows of vLLM's batch as the rows of one call a layer, in buffers at fixed addresses, as graphs need.
+"""The decoding rows of a server's batch as those of one call a layer, in buffers at fixed addresses, as graphs need.
 
-A row finds what is kept of it by the descriptor's SLOT, its blocks in vLLM's own table. One without a slot reads
+A row finds what is kept of it by the descriptor's SLOT, its blocks in the server's own table. One without a slot reads
 everything. In a graph there is room for the evidence of `EVIDENCE` rows, more than a step asks for; once the model has
 run, outside the graph, all layers select from it together. On a CPU a layer selects at once, for any number of rows.
 """
@@ -19,7 +19,7 @@ from sfi_core.engine.batch_pass import Descriptors
 from sfi_core.engine.layer import Layer
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.engine.run import Run
-from sfi_core.hosts.vllm.plan import NO_SLOT
+from sfi_core.hosts.serving.plan import NO_SLOT
 from sfi_core.observers.events import SelectionEvent
 from sfi_core.policies.base import Selection
 from sfi_kernels.compiled import fastest
