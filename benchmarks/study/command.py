@@ -10,6 +10,7 @@ from benchmarks.study.controls import CONTROLS
 from benchmarks.study.fidelity import FidelityPart
 from benchmarks.study.fresh import FRESH
 from benchmarks.study.health import HealthPart
+from benchmarks.study.last_queries import LAST_QUERIES
 from benchmarks.study.listed import METHODS
 from benchmarks.study.lossless import LosslessPart
 from benchmarks.study.own_tasks import OWN
@@ -30,7 +31,7 @@ def main(about: str, arguments: Sequence[str] | None = None) -> int:
     """Run a part; return the exit code."""
     options = _parser(about).parse_args(arguments)
     quiet()
-    POLICIES.update(CONTROLS | BROKEN | FRESH)
+    POLICIES.update(CONTROLS | BROKEN | FRESH | LAST_QUERIES)
     try:
         options.run(options)
     except SfiError as error:

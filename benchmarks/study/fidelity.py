@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from benchmarks.study.fresh import selections_noted
+from benchmarks.study.last_queries import queries_kept
 from benchmarks.study.listed import Listed
 from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, rounded, short
@@ -72,7 +73,7 @@ class FidelityPart(Part):
             policy = one.method.policy
             seen, every = ByLayer(len(full.windows)), self.options.audit
             watched = {"observers": [seen], "audit": AuditConfig(every=every, top=TOP)} if every else {}
-            with selections_noted():
+            with selections_noted(), queries_kept():
                 found = fidelity(
                     self.model, self.tokenizer, full, config, policy=policy, engine=self._engine, **watched
                 )
