@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "selection_trailing": (each("selections", positions=end), {}),
     "selection_same": (each("selections", positions=lambda row: [*range(40, 59), 60 + row["step"]]), {}),
     "selection_frozen": (each("selections", added=0, removed=0), {}),
+    "selection_missed": (lambda tables: tables.update(selections=tables["selections"][:8]), {}),
     "sink_unread": (unread(0, 0.3), {}),
     "top_1_dropped": (each("supports", top_1_read=0.5), {}),
     "look_back": (unread(5, 0.3), {}),
@@ -189,6 +191,17 @@ def test_the_worst_place_is_named_and_a_lone_head_is_no_frozen_selection(tmp_pat
     (finding,) = judged(tmp_path / "two", tables)["findings"]
     assert (finding["layer"], finding["head"], finding["beyond"], finding["places"]) == (1, 0, 1, 4)
     assert finding["value"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(("read", "rules"), [(0.6, set()), (0.45, {"top_1_dropped"})])
+def test_a_lone_head_that_drops_the_most_probable_position_in_half_of_the_steps_is_enough(
+    tmp_path, monkeypatch, read, rules
+):
+    monkeypatch.setattr(health, "RULES", (replace(BY_NAME["top_1_dropped"], share=0.5),))
+    tables = sound()
+    for row in tables["supports"]:
+        row["top_1_read"] = read if (row["layer"], row["head"]) == (1, 0) else 1.0
+    assert tripped(judged(tmp_path / "run", tables)) == rules
 
 
 def test_what_was_not_recorded_is_not_judged_and_says_what_records_it(tmp_path):

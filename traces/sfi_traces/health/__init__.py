@@ -59,9 +59,11 @@ def _findings(rule: Rule, values: list[Measured]) -> list[dict[str, Any]]:
     for index in sorted({value.request for value in values}):
         of_request = [value for value in values if value.request == index]
         beyond = [value for value in of_request if value.value >= rule.threshold]
-        if not beyond or len(beyond) < rule.share * len(of_request):
+        if not beyond:
             continue
         worst = max(beyond, key=lambda value: value.value)
+        if len(beyond) < rule.share * len(of_request) and worst.value < rule.alone:
+            continue
         place = {name: getattr(worst, name) for name in ("request", "layer", "head", "value")}
         counts = {"threshold": rule.threshold, "beyond": len(beyond), "places": len(of_request)}
         words = {"message": _message(rule, worst, len(beyond), len(of_request)), "advice": rule.advice}

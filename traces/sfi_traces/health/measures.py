@@ -19,6 +19,7 @@ IMPORTED = "the imported file does not hold what this rule looks at"
 RECORD = (RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR)
 AT_CLIP = 1e-6  # of selector.lambda_clip: how near lambda*, a float32, is to a clip that it stands at
 SINKS = 4  # first positions; StreamingLLM's number
+BY_TRIGGER = ("trigger", "t_max", "stride", "random")  # reasons of slow steps
 PEAK = 0.05  # the largest probability of a support that stands out
 OF_STEP = "chosen_selections JOIN chosen_steps USING (request, step)"
 
@@ -198,12 +199,31 @@ def selection_frozen(request: Request) -> list[Measured]:
 def of_selector(value: str, where: str, request: Request) -> list[Measured]:
     """Measure the SQL `value` of each KV head's selections by a Selector, `{allowed}` being what it may choose from."""
     value, where = (text.format(allowed=_allowed(request)) for text in (value, where))
+    _need_selector(request)
+    return _by_head(request, value, f"{OF_STEP} WHERE selected > 0 AND ({where})")
+
+
+def _need_selector(request: Request) -> None:
     # sfi always has a Selector; another package's policy may have one
     policy = request.trace.manifest["policy"]
     recorded = request.single("SELECT count(evidence_norm2) + count(lambda_star) AS n FROM chosen_selections")
     if policy != "sfi" and not recorded["n"]:
         raise Unjudged(f"{policy} has no Selector")
-    return _by_head(request, value, f"{OF_STEP} WHERE selected > 0 AND ({where})")
+
+
+def selection_missed(request: Request) -> list[Measured]:
+    """Share of the trigger's slow steps that selected nothing anew, by request."""
+    _need_selector(request)
+    if not request.single("SELECT count(*) AS n FROM chosen_selections")["n"]:
+        raise Unjudged("the table selections is empty")
+    return _measured(
+        request,
+        f"""
+        SELECT request, avg((anew.step IS NULL)::INT) AS value, count(*) AS n
+        FROM chosen_steps LEFT JOIN (SELECT DISTINCT request, step FROM chosen_selections) AS anew USING (request, step)
+        WHERE reason IN {BY_TRIGGER} GROUP BY request
+        """,  # noqa: S608 - our own words
+    )
 
 
 def _allowed(request: Request) -> str:

@@ -7,6 +7,7 @@ quest, whose answers are wrong: all but `paper` end by repeating a word.
 
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from sfi_traces.health import measures
 from sfi_traces.health.measures import RECORD_AUDIT, RECORD_POSITIONS, RECORD_SELECTOR, Measure
@@ -22,6 +23,7 @@ class Rule:
         threshold: Values of at least this are beyond the rule; `reason` says why.
         least: `samples` (refreshes, steps, tokens) that a value needs to be judged.
         share: Share of a request's KV heads that must be beyond the threshold.
+        alone: A value that is a finding in a single KV head.
         means: The finding in words, with `{value}`, a percentage where `percent`, perhaps of `{of}` samples.
         needs: How to record what the rule needs.
         unnests: Whether the rule unnests lists of positions, which takes longer.
@@ -33,6 +35,7 @@ class Rule:
     reason: str
     least: int = 1
     share: float = 0.0
+    alone: float = inf
     means: str
     advice: str
     needs: str
@@ -111,6 +114,14 @@ RULES = (
         advice="check that refreshes score with the new query, and that their result is used",
     ),
     Rule(
+        name="selection_missed", measure=measures.selection_missed,
+        threshold=0.5, least=3, needs="it takes three slow steps of the trigger, or of t_max", samples="slow steps",
+        reason="a slow step attends to everything so that the Selector selects anew: it leaves a selection in each "
+        "layer, perhaps an empty one",
+        means="after {value} of the slow steps no layer selected anew: fast steps read an old selection",
+        advice="check that the policy's select_after returns a selection, and that its work is waited for",
+    ),
+    Rule(
         name="sink_unread", measure=measures.sink_unread,
         threshold=0.05, least=4, share=0.1, needs=RECORD_AUDIT, unnests=True,
         reason="a model with sinks gives its first tokens a large share of the mass in most heads, and "
@@ -121,11 +132,12 @@ RULES = (
     ),
     Rule(
         name="top_1_dropped", measure=measures.top_1_dropped,
-        threshold=0.2, least=8, share=0.1, needs=RECORD_AUDIT,
+        threshold=0.2, least=8, share=0.1, alone=0.5, needs=RECORD_AUDIT,
         reason="only steps whose largest probability is .05 or more count: in a diffuse head (measured in "
         "the last layer) the first of thousands of equals says nothing, and a run that drops it may have the "
         "right answer. A fifth of such steps, or of the first 32, whichever is more: measured .06 in the run "
-        "with the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero (others see it)",
+        "with the right answer, .25 to .90 in four with a wrong one; .09 with scores of zero (others see it). A single "
+        "head has .32 at most in the sound runs of docs/evidence/health.md, and .6 to 1 where its choice is broken",
         means="the most probable position of dense attention was not read in {value} of {of} steps where it "
         "stands out",
         advice="raise budget, or refresh more often (t_max, triggers); retained mass alone does not show this",
