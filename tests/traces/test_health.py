@@ -124,9 +124,9 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def judged(folder, tables: Tables, config: dict[str, Any] | None = None) -> dict:
+def judged(folder, tables: Tables, config: dict[str, Any] | None = None, **manifest) -> dict:
     settings = CONFIG | {"recent": 16} | (config or {})
-    trace = Trace.open(write_trace(folder, tables, config=settings))
+    trace = Trace.open(write_trace(folder, tables, config=settings, **manifest))
     return judge(Request.of(trace))
 
 
@@ -156,6 +156,15 @@ def test_each_rule_is_tripped_by_its_trace(name, tmp_path, monkeypatch):
     assert not found["sound"]
     assert line(finding).startswith(f"{name}: ")
     assert "{" not in line(finding)
+
+
+def test_heads_of_a_cluster_may_select_the_same(tmp_path):
+    """SyncKV's representative head selects for the others: its default has one cluster of two KV heads."""
+    tables = sound()
+    BROKEN["selection_same"][0](tables)
+    found = judged(tmp_path / "run", tables, policy="synckv")
+    assert "selection_same" not in tripped(found)
+    assert "share a selection" in not_judged(found)["selection_same"]
 
 
 def test_a_share_of_the_first_steps_is_said_to_be_theirs_beside_that_of_all(tmp_path):

@@ -174,6 +174,8 @@ def selection_trailing(request: Request) -> list[Measured]:
 
 def selection_same(request: Request) -> list[Measured]:
     """Share of a layer's refreshes at which two or more KV heads all selected the same positions."""
+    if request.trace.manifest["policy"] == "synckv":
+        raise Unjudged("the heads of a cluster share a selection under synckv")
     _sample_selections(request)
     return _measured(
         request,
