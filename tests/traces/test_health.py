@@ -119,6 +119,7 @@ BROKEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "top_1_dropped": (each("supports", top_1_read=0.5), {}),
     "look_back": (unread(5, 0.3), {}),
     "fast_disagrees": (each("logits", argmax_agrees=lambda row: row["step"] % 3 != 0), {}),
+    "fast_kl": (each("logits", kl_next_token=0.2), {}),
     "drift_agreement": (each("logits", argmax_agrees=lambda row: not late(row) or row["step"] % 2 == 0), {}),
     "drift_kl": (each("logits", kl_next_token=lambda row: 0.5 if late(row) else 0.01), {}),
 }

@@ -120,6 +120,19 @@ def fast_disagrees(request: Request) -> list[Measured]:
     )
 
 
+def fast_kl(request: Request) -> list[Measured]:
+    """Mean KL of fast steps to dense attention's next token, in nats, by request."""
+    if request.trace.lossless:
+        raise Unjudged("a lossless run replaces the tokens that differ: see its acceptance")
+    return _measured(
+        request,
+        """
+        SELECT request, count(*) AS n, avg(kl_next_token) AS value FROM chosen_logits
+        WHERE isfinite(kl_next_token) GROUP BY request
+        """,
+    )
+
+
 def trigger_share(which: str, request: Request) -> list[Measured]:
     """Share of generated tokens that are triggers, or no triggers, by request."""
     manifest = request.trace.manifest

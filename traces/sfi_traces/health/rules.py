@@ -162,6 +162,14 @@ RULES = (
         advice="see what the other rules say of the selection; raise budget, lower t_max, or use --lossless",
     ),
     Rule(
+        name="fast_kl", measure=measures.fast_kl,
+        threshold=0.1, least=30, needs=RECORD_AUDIT, percent=False,
+        reason="at .1 nats the right token has lost a tenth of its probability, also where it stays the most probable. "
+        "Measured .044 at most in the sound runs of docs/evidence/health.md, more in 22 of the broken ones",
+        means="the KL to dense attention's next token is {value} nats, the mean of {of} fast steps",
+        advice="see what the other rules say of the selection; raise budget, lower t_max, or use --lossless",
+    ),
+    Rule(
         name="drift_agreement",
         measure=partial(measures.fall, "SELECT request, step, argmax_agrees::INT AS value FROM chosen_logits"),
         threshold=0.15, least=30, needs=RECORD_AUDIT,
