@@ -137,9 +137,9 @@ def cases() -> dict[str, Callable[[], Any]]:
         "bundled paper": lambda: bundled(preset="paper"),
         "bundled full-kv": lambda: bundled(policy="full-kv"),
     }
-    for one in WORKS:
-        some[f"{one.label} own loop"] = lambda one=one: own_loop(one.build())
-        some[f"{one.label} hosted"] = lambda one=one: hosted(one.build())
+    for architecture in WORKS:
+        some[f"{architecture.label} own loop"] = lambda architecture=architecture: own_loop(architecture.build())
+        some[f"{architecture.label} hosted"] = lambda architecture=architecture: hosted(architecture.build())
     for name in POLICIES:
         some[f"policy {name}"] = lambda name=name: own_loop(llama(), policy=name)
     changes = {

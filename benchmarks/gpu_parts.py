@@ -104,8 +104,8 @@ class Parts:
         return [
             self._kernels("verify-32k", "--op", "verify", "--context", "32768", "--batch", "8"),
             *(
-                self._bench(f"lossless-4b{name}", "qwen3-4b", *more, "--acceptance", kept, context="32K", batch=batch)
-                for name, (batch, kept, more) in ways.items()
+                self._bench(f"lossless-4b{name}", "qwen3-4b", *more, "--acceptance", rate, context="32K", batch=batch)
+                for name, (batch, rate, more) in ways.items()
             ),
             self._bench("lossless-4b-128k", "qwen3-4b", "--acceptance", "0.98", context="128K", batch="2"),
         ]
@@ -134,7 +134,7 @@ class Parts:
         runs = [json.loads((self.folder / f"{name}.json").read_text()) for name in names]
         for name, run in zip(names, runs, strict=True):
             print(f"{name}: {run['decode_tokens_per_second']:,.1f} tokens/s, paths {run['paths']}")
-        tokens = [[one["token_ids"] for one in run["requests"]] for run in runs]
+        tokens = [[request["token_ids"] for request in run["requests"]] for run in runs]
         kernels = self.dry or any(name.startswith("triton") for name in runs[1]["paths"])
         print("same tokens" if tokens[0] == tokens[1] else f"tokens differ: {tokens}")
         return tokens[0] == tokens[1] and kernels

@@ -121,18 +121,18 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         }  # fmt: skip
         for repeat in range(asked.repeats):
             for name in asked.methods:
-                own = METHODS[name]
-                python = asked.python if "cache" in own else sys.executable
+                method = METHODS[name]
+                python = asked.python if "cache" in method else sys.executable
                 asking: dict[str, Any] = {
-                    "input": json.dumps(request | own), "text": True, "stdout": subprocess.PIPE,
+                    "input": json.dumps(request | method), "text": True, "stdout": subprocess.PIPE,
                     "env": os.environ | {"OMP_WAIT_POLICY": "passive"},  # as `sfi` sets it
                 }  # fmt: skip
-                if "cache" in own:
+                if "cache" in method:
                     asking["stderr"] = subprocess.DEVNULL
                 done = subprocess.run([python, __file__, "--work"], check=True, **asking)  # noqa: S603 - our own script
-                found = json.loads(done.stdout.splitlines()[-1])
-                rows.append({"method": name, "context": context, "repeat": repeat, **found})
-                print(f"{context} {name}: {found['decode_tokens_per_second']:.1f} tokens/s", file=sys.stderr)
+                answer = json.loads(done.stdout.splitlines()[-1])
+                rows.append({"method": name, "context": context, "repeat": repeat, **answer})
+                print(f"{context} {name}: {answer['decode_tokens_per_second']:.1f} tokens/s", file=sys.stderr)
     for context in asked.contexts:
         for name in asked.methods:
             some = [row for row in rows if (row["context"], row["method"]) == (context, name)]

@@ -142,12 +142,12 @@ def _runs(shape: Shape, rows: int, positions: int, rng: np.random.Generator) -> 
     stretch = (shape.prompt - 64) // count
     begin = 64 + stretch * np.arange(count)
     offset = rng.integers(0, stretch - RUN, (rows, count))
-    kept = np.zeros((rows, count), bool)
+    stays = np.zeros((rows, count), bool)
     while True:
         position = (begin + offset)[:, :, None] + np.arange(RUN)
-        yield position.reshape(rows, -1).astype(np.int32), kept.mean(1)
-        kept = rng.random((rows, count)) < KEPT
-        offset = np.where(kept, offset, rng.integers(0, stretch - RUN, (rows, count)))
+        yield position.reshape(rows, -1).astype(np.int32), stays.mean(1)
+        stays = rng.random((rows, count)) < KEPT
+        offset = np.where(stays, offset, rng.integers(0, stretch - RUN, (rows, count)))
 
 
 def _batches(
@@ -155,9 +155,9 @@ def _batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     # so many steps together: the steps, their sets' positions, and what was kept of each
     for at in range(0, len(steps), size):
-        own = steps[at : at + size]
-        position, kept = zip(*(next(sets) for _ in own), strict=True)
-        yield own, np.concatenate(position), np.concatenate(kept)
+        batch = steps[at : at + size]
+        position, overlap = zip(*(next(sets) for _ in batch), strict=True)
+        yield batch, np.concatenate(position), np.concatenate(overlap)
 
 
 def _places(shape: Shape, layers: int, steps: np.ndarray) -> dict[str, np.ndarray]:
@@ -172,16 +172,16 @@ def _lists(values: np.ndarray) -> pa.Array:
 
 def _selections(shape: Shape, refreshes: np.ndarray, rng: np.random.Generator) -> Iterator[pa.Table]:
     sets = _runs(shape, shape.layers * shape.heads, shape.budget, rng)
-    for steps, position, kept in _batches(sets, refreshes, TOGETHER):
+    for steps, position, overlap in _batches(sets, refreshes, TOGETHER):
         rows = len(position)
-        moved = np.round((1 - kept) * shape.budget).astype(np.int32)
+        moved = np.round((1 - overlap) * shape.budget).astype(np.int32)
         first = np.repeat(steps == 0, shape.layers * shape.heads)
         yield _table(
             "selections", rows, **_places(shape, shape.layers, steps),
             selected=np.full(rows, shape.budget), lambda_star=rng.uniform(0, 0.02, rows).astype(np.float32),
             evidence_entropy=rng.uniform(2, 6, rows).astype(np.float32),
-            overlap_previous=pa.array(kept.astype(np.float32), mask=first),
-            jaccard_previous=pa.array((kept / (2 - kept)).astype(np.float32), mask=first), added=moved,
+            overlap_previous=pa.array(overlap.astype(np.float32), mask=first),
+            jaccard_previous=pa.array((overlap / (2 - overlap)).astype(np.float32), mask=first), added=moved,
             removed=np.where(first, 0, moved), positions=_lists(position), reason=np.full(rows, ""),
         )  # fmt: skip
 
@@ -199,9 +199,9 @@ def _timings(shape: Shape, slow: np.ndarray, rng: np.random.Generator) -> Iterat
             layer += [-1, -1, *np.repeat(np.arange(shape.layers), len(kinds)).tolist()]
             step += [each] * (2 + len(kinds) * shape.layers)
         rows = len(step)
-        own = np.array([ABOUT_US.get(one, 50.0) for one in name]) * rng.uniform(0.9, 1.1, rows)
+        span_us = np.array([ABOUT_US.get(span, 50.0) for span in name]) * rng.uniform(0.9, 1.1, rows)
         whole = np.isin(name, ("prefill", "forward"))
-        elapsed = np.where(whole, 4000.0 + 5000.0 * slow[step], own)
+        elapsed = np.where(whole, 4000.0 + 5000.0 * slow[step], span_us)
         yield _table(
             "timings", rows, step=np.array(step), layer=pa.array(layer, mask=np.array(layer) < 0), name=name,
             stream=np.full(rows, "main"), begin_us=np.array(step) * 5000.0, elapsed_us=elapsed,
@@ -211,7 +211,7 @@ def _timings(shape: Shape, slow: np.ndarray, rng: np.random.Generator) -> Iterat
 
 def _supports(shape: Shape, audited: np.ndarray, slow: np.ndarray, rng: np.random.Generator) -> Iterator[pa.Table]:
     sets = _runs(shape, shape.audited_layers * shape.heads, shape.top, rng)
-    for steps, position, kept in _batches(sets, audited, 4 * TOGETHER):
+    for steps, position, overlap in _batches(sets, audited, 4 * TOGETHER):
         rows = len(position)
         mass = rng.random((rows, shape.top)).astype(np.float32) ** 3
         mass *= 0.9 / mass.sum(1, keepdims=True)
@@ -220,7 +220,7 @@ def _supports(shape: Shape, audited: np.ndarray, slow: np.ndarray, rng: np.rando
         yield _table(
             "supports", rows, **_places(shape, shape.audited_layers, steps), positions=_lists(position),
             mass=_lists(mass), retained_mass=np.where(is_slow, 1.0, 0.85).astype(np.float32),
-            overlap_last_refresh=kept.astype(np.float32),
+            overlap_last_refresh=overlap.astype(np.float32),
             query_cosine=rng.uniform(0.6, 1, rows).astype(np.float32),
             output_error=np.where(is_slow, 0, 0.05).astype(np.float32), read=_lists(read),
         )  # fmt: skip

@@ -83,13 +83,13 @@ def run_once(python: Path, request: dict[str, Any]) -> dict[str, Any]:
 def row(name: str, runs: list[dict[str, Any]], warm_up: int) -> dict[str, Any]:
     """Return what a method's runs took."""
     at = [run["at"] for run in runs]
-    rates = [(len(one) - 1 - warm_up) / (one[-1] - one[warm_up]) for one in at]
+    rates = [(len(times) - 1 - warm_up) / (times[-1] - times[warm_up]) for times in at]
     return {
         "method": name,
         "environment": METHODS[name][0],
         "decode_tokens_per_second": statistics.median(rates),
         "repeat_rates": rates,
-        "all_decode_tokens_per_second": statistics.median((len(one) - 1) / (one[-1] - one[0]) for one in at),
+        "all_decode_tokens_per_second": statistics.median((len(times) - 1) / (times[-1] - times[0]) for times in at),
         "prefill_seconds": statistics.median(run["at"][0] - run["began"] for run in runs),
         "cached_tokens_at_the_end": runs[-1].get("cached_tokens"),
         "slow_steps": runs[-1].get("slow_steps"),
@@ -113,14 +113,14 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in METHODS}
     for repeat in range(asked.repeats):
-        for name, (environment, own) in METHODS.items():
-            runs[name].append(run_once(pythons[environment], request | own))
+        for name, (environment, options) in METHODS.items():
+            runs[name].append(run_once(pythons[environment], request | options))
             shown = row(name, runs[name][-1:], warm_up)["decode_tokens_per_second"]
             print(f"repeat {repeat + 1}, {name}: {shown:.2f} tokens/s", file=sys.stderr)
-    rows = [row(name, found, warm_up) for name, found in runs.items()]
+    rows = [row(name, answers, warm_up) for name, answers in runs.items()]
     base = next(r for r in rows if r["method"] == "transformers")["decode_tokens_per_second"]
-    for one in rows:
-        one["speedup_over_transformers"] = one["decode_tokens_per_second"] / base
+    for entry in rows:
+        entry["speedup_over_transformers"] = entry["decode_tokens_per_second"] / base
     names = ("prompt", "interval", "steps", "repeats", "threads")
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -129,7 +129,7 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": SMALL,
         "notes": list(NOTES),
         "machine": describe(),
-        "versions": {METHODS[name][0]: found[-1]["versions"] for name, found in runs.items()},
+        "versions": {METHODS[name][0]: answers[-1]["versions"] for name, answers in runs.items()},
     }
 
 

@@ -110,11 +110,11 @@ def outputs(path: Path) -> Iterator[tuple[str, Any]]:
 
 def pairs(folder: Path) -> Iterator[tuple[str, Any]]:
     """Yield what readers of two traces say."""
-    for one, two in (("plain", "full-kv"), ("plain", "dense-layer"), ("freekv", "lossless"),
-                     ("made", "server"), ("made-freekv", "killed"), ("redacted", "unplaced")):  # fmt: skip
-        both = (folder / one, folder / two, "--request", 0)
-        yield f"diff {one} {two}", _said("diff", *both, "--json")
-        yield f"against {one} {two}", _said("replay", both[0], "--against", *both[1:], "--json")
+    for first, second in (("plain", "full-kv"), ("plain", "dense-layer"), ("freekv", "lossless"),
+                          ("made", "server"), ("made-freekv", "killed"), ("redacted", "unplaced")):  # fmt: skip
+        both = (folder / first, folder / second, "--request", 0)
+        yield f"diff {first} {second}", _said("diff", *both, "--json")
+        yield f"against {first} {second}", _said("replay", both[0], "--against", *both[1:], "--json")
 
 
 def _played(trace: Trace, request: int) -> Any:
@@ -123,7 +123,8 @@ def _played(trace: Trace, request: int) -> Any:
         run = playable(trace, request)
         names = ("part", "first", "last", "share", "mass", "text")
         shown = [
-            [[getattr(one, name) for name in names] for one in passages(run, step)] for step in range(len(run.steps))
+            [[getattr(passage, name) for name in names] for passage in passages(run, step)]
+            for step in range(len(run.steps))
         ]
         drawn = [[part.tolist() for part in strip(run, step, 80).values()] for step in range(len(run.steps))]
         return _rounded(json.dumps([shown, drawn]))

@@ -96,24 +96,24 @@ def measure(device: torch.device, steps: int, repeats: int) -> list[dict[str, An
     runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):  # the first is a warm-up
         for way, settings in ways.items():
-            one = run_once(run, settings, folder)
-            runs[way] += [one] if repeat else []
+            timing = run_once(run, settings, folder)
+            runs[way] += [timing] if repeat else []
     rows = []
-    for way, found in runs.items():
+    for way, timings in runs.items():
         ratios = {
-            kind: [one[kind] / off[kind] for one, off in zip(found, runs[OFF], strict=True)]
+            kind: [timing[kind] / off[kind] for timing, off in zip(timings, runs[OFF], strict=True)]
             for kind in ("mean", "median")
         }
         row = {
             "way": way,
-            "step_ms": 1e3 * statistics.median(one["mean"] for one in found),
-            "median_step_ms": 1e3 * statistics.median(one["median"] for one in found),
+            "step_ms": 1e3 * statistics.median(timing["mean"] for timing in timings),
+            "median_step_ms": 1e3 * statistics.median(timing["median"] for timing in timings),
             "ratio": statistics.median(ratios["mean"]),
             "ratio_quartiles": quartiles(ratios["mean"]),
             "median_ratio": statistics.median(ratios["median"]),
             "median_ratio_quartiles": quartiles(ratios["median"]),
-            "trace_bytes": found[-1]["bytes"],
-            "bytes_per_token": found[-1]["bytes"] / found[-1]["steps"],
+            "trace_bytes": timings[-1]["bytes"],
+            "bytes_per_token": timings[-1]["bytes"] / timings[-1]["steps"],
         }
         rows.append(row)
         print(

@@ -183,8 +183,8 @@ def exact_match(
 def optimizer_of(model: Qwen3ForCausalLM) -> torch.optim.Optimizer:
     """AdamW; norms and gains do not decay."""
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    kept = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": kept, "weight_decay": 0.0}]
+    undecayed = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": undecayed, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98))
 
 

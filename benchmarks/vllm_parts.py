@@ -66,8 +66,8 @@ def main(words: Sequence[str] | None = None) -> int:
     kind, engine = asked.part.split("-")
     if kind == "turn":
         return turn(asked, engine)
-    found = {"equality": equality, "speed": speed}[kind](asked, engine)
-    (asked.folder / f"{asked.part}.json").write_text(json.dumps(found))
+    numbers = {"equality": equality, "speed": speed}[kind](asked, engine)
+    (asked.folder / f"{asked.part}.json").write_text(json.dumps(numbers))
     return 0
 
 
@@ -77,10 +77,10 @@ def versions(*, dry: bool) -> int:
 
     from sfi_core.hosts.vllm import VERSIONS  # noqa: PLC0415 - after sys.path
 
-    found, connectors = installed(), [p.name for p in entry_points(group="vllm.general_plugins")]
-    print(f"vLLM {found}, torch {version('torch')}, {machine_name()}")
+    release, connectors = installed(), [p.name for p in entry_points(group="vllm.general_plugins")]
+    print(f"vLLM {release}, torch {version('torch')}, {machine_name()}")
     wrong = [
-        f"vLLM must be {VERSIONS}, got {found}" if found is None or found not in SpecifierSet(VERSIONS) else "",
+        f"vLLM must be {VERSIONS}, got {release}" if release is None or release not in SpecifierSet(VERSIONS) else "",
         "" if "sfi" in connectors else "sfi must be installed where vLLM is: pip install .",
         "" if dry or machine_name() != "cpu" else "torch must see a CUDA device; see --dry-run",
     ]
@@ -99,18 +99,18 @@ def make(asked: argparse.Namespace, engine: str, extra: dict[str, Any], **option
     from sfi_core.hosts.vllm import ATTENTION, CONNECTOR  # noqa: PLC0415 - after sys.path
     from sfi_core.models.load import BUNDLED  # noqa: PLC0415 - after sys.path
 
-    own: dict[str, Any] = {"dtype": "float32", "enforce_eager": True} if asked.dry_run else {}
+    config: dict[str, Any] = {"dtype": "float32", "enforce_eager": True} if asked.dry_run else {}
     if engine != "vllm":
         settings = {"policy": engine, "trigger_policy": "stride", "stride": STRIDE, **json.loads(asked.sfi), **extra}
-        own["kv_transfer_config"] = {
+        config["kv_transfer_config"] = {
             "kv_connector": CONNECTOR,
             "kv_role": "kv_both",
             "kv_connector_extra_config": settings,
         }
         if machine_name() != "cpu":
-            own["attention_config"] = ATTENTION
+            config["attention_config"] = ATTENTION
     return LLM(
-        model=asked.model or str(BUNDLED), load_format=asked.load_format, skip_tokenizer_init=True, **own, **options
+        model=asked.model or str(BUNDLED), load_format=asked.load_format, skip_tokenizer_init=True, **config, **options
     )
 
 
@@ -136,11 +136,12 @@ def equality(asked: argparse.Namespace, engine: str) -> dict[str, Any]:
     lengths, room = (EQUAL[:4], 1024) if asked.dry_run else (EQUAL, 4096)
     llm = make(asked, engine, {"budget": room}, max_model_len=room, max_num_seqs=8)
     done, _ = generate(llm, prompts_of(llm, lengths), 8 if asked.dry_run else 48, logprobs=2)
-    outputs = [one.outputs[0] for one in done]
+    outputs = [request.outputs[0] for request in done]
     return {
-        "tokens": [list(one.token_ids) for one in outputs],
+        "tokens": [list(output.token_ids) for output in outputs],
         "logprobs": [
-            [{str(token): found.logprob for token, found in step.items()} for step in one.logprobs] for one in outputs
+            [{str(token): candidate.logprob for token, candidate in step.items()} for step in output.logprobs]
+            for output in outputs
         ],
     }
 
@@ -171,8 +172,8 @@ def speed(asked: argparse.Namespace, engine: str) -> dict[str, Any]:
             continue
         rows.append(point | measure(llm, context, batch, steps))
         print(json.dumps(rows[-1]), flush=True)
-    for one in left_out:
-        print(f"{one['context']} x {one['batch']} is left out: {one['because']}")
+    for point in left_out:
+        print(f"{point['context']} x {point['batch']} is left out: {point['because']}")
     return {"rows": rows, "left_out": left_out, "steps": steps}
 
 
@@ -189,8 +190,8 @@ def measure(llm: Any, context: int, batch: int, steps: int) -> dict[str, Any]:
     generate(llm, prompts, steps // 4)  # warms up: kernels of both kinds of step compile here
     _, first = generate(llm, prompts, 1)
     done, whole = generate(llm, prompts, 1 + steps)
-    told = [(one.kv_transfer_params or {}).get("sfi") for one in done]
-    ratios = [one["cache_read_ratio"] for one in told if one]
+    reports = [(request.kv_transfer_params or {}).get("sfi") for request in done]
+    ratios = [report["cache_read_ratio"] for report in reports if report]
     return {
         "prompt_seconds": read,
         "tokens_per_second": batch * steps / (whole - first),
@@ -270,8 +271,8 @@ def heard(process: Any) -> dict[str, Any]:
     while not (line := process.stdout.readline()).startswith('{"fits"'):
         if not line:
             raise RuntimeError(f"an engine ended with code {process.wait()}")
-    found: dict[str, Any] = json.loads(line)
-    return found
+    answer: dict[str, Any] = json.loads(line)
+    return answer
 
 
 def turn(asked: argparse.Namespace, engine: str) -> int:
@@ -300,30 +301,30 @@ def turn(asked: argparse.Namespace, engine: str) -> int:
             done = core.step()
         answer["seconds"] = round(time.perf_counter() - began, 4)
         if done and done[0].finished:
-            told = (done[0].kv_transfer_params or {}).get("sfi") or {}
-            answer["read_ratio"] = told.get("cache_read_ratio", 1.0)
+            report = (done[0].kv_transfer_params or {}).get("sfi") or {}
+            answer["read_ratio"] = report.get("cache_read_ratio", 1.0)
         print(json.dumps(answer), flush=True)
     return 0
 
 
 def table(asked: argparse.Namespace) -> int:
     """Join the parts, print the ratios, write the file; 1 where tokens differ."""
-    found = {path.stem: json.loads(path.read_text()) for path in asked.folder.glob("*.json")}
-    plain, ours = (found.get(f"equality-{engine}") for engine in ENGINES)
+    numbers = {path.stem: json.loads(path.read_text()) for path in asked.folder.glob("*.json")}
+    plain, ours = (numbers.get(f"equality-{engine}") for engine in ENGINES)
     gaps = differences(plain, ours) if plain and ours else None
-    slow = {(r["context"], r["batch"]): r for r in found.get("speed-vllm", {}).get("rows", ())}
+    slow = {(r["context"], r["batch"]): r for r in numbers.get("speed-vllm", {}).get("rows", ())}
     rows = []
-    for row in found.get("speed-sfi", {}).get("rows", ()):
+    for row in numbers.get("speed-sfi", {}).get("rows", ()):
         base = slow.get((row["context"], row["batch"]))
         if base:
             ratio = row["tokens_per_second"] / base["tokens_per_second"]
             rows.append({"vllm": base, "sfi": row, "ratio": ratio})
     print(f"{'context':>8} {'batch':>6} {'vLLM tok/s':>11} {'sfi tok/s':>11} {'ratio':>6} {'reads':>6}")
-    for one in rows:
-        a, b = one["vllm"], one["sfi"]
+    for row in rows:
+        a, b = row["vllm"], row["sfi"]
         print(
             f"{b['context']:>8} {b['batch']:>6} {a['tokens_per_second']:>11.1f} "
-            f"{b['tokens_per_second']:>11.1f} {one['ratio']:>6.2f} {b['read_ratio']:>6.3f}"
+            f"{b['tokens_per_second']:>11.1f} {row['ratio']:>6.2f} {b['read_ratio']:>6.3f}"
         )
     equal = gaps is not None and all(gap is None or gap <= TIE for gap in gaps)
     says = "not measured" if gaps is None else f"{'yes' if equal else 'NO'}, gaps in nats {gaps}"
@@ -338,7 +339,7 @@ def table(asked: argparse.Namespace) -> int:
         "sfi_settings": json.loads(asked.sfi),
         "stride": STRIDE,
     }
-    parts = {"equality": {"gaps": gaps, "equal": equal}, "ratios": rows, "parts": found}
+    parts = {"equality": {"gaps": gaps, "equal": equal}, "ratios": rows, "parts": numbers}
     file.write_text(json.dumps(facts | parts, indent=1) + "\n")
     print(f"wrote {file}")
     return 0 if equal and rows else 1

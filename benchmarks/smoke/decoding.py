@@ -82,23 +82,23 @@ def steps(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: b
     settings = DecodeSettings(
         contexts=(plan.context,), batches=(batch,), steps=count, slow_rate=RATE, engine=engine, config=SfiConfig(span=0)
     )
-    one, device = model(plan), plan.device
+    network, device = model(plan), plan.device
     release(device)  # the pages of the last run, now that nothing holds them
-    vocabulary = one.config.vocab_size
+    vocabulary = network.config.vocab_size
     prompts = Prompts.of(settings, Point(plan.context, batch), vocabulary, device)
     assert prompts.made_up is not None, "nothing is read"
     with (
         torch.inference_mode(),
-        kept_graphs(plan) as kept,
+        kept_graphs(plan) as graphs,
         main_stream(device, overlap=engine.overlap),
-        slow_fast(one, None, settings.run_config, engine=engine) as session,
+        slow_fast(network, None, settings.run_config, engine=engine) as session,
     ):
         decoder = Decoder(
             session=session, ids_BT=prompts.ids_BT, mask_BT=prompts.mask_BT,
             capacity=settings.capacity(plan.context), shared=prompts.made_up.shared(session),
         )  # fmt: skip
         sampler = Sampler(Sampling(), prompts.ids_BT, ahead=decoder.replays.ahead if ahead else None)
-        yield Steps(decoder, sampler, prompts.token_SB), kept
+        yield Steps(decoder, sampler, prompts.token_SB), graphs
 
 
 def replayed(journal: Journal, plan: Plan) -> None:
@@ -114,33 +114,33 @@ def replayed(journal: Journal, plan: Plan) -> None:
 def _kinds(journal: Journal, plan: Plan, batch: int, at: str) -> None:
     met: set[int] = set()
     engine = EngineOptions(graphs=True)
-    with steps(plan, batch, plan.steps, engine, ahead=False) as (decoding, kept):
+    with steps(plan, batch, plan.steps, engine, ahead=False) as (decoding, graphs):
         for _ in range(plan.steps):
             slow = decoding.next()
             # what was just captured is replayed while the step's own description is still in place
-            if len(kept.captured) > len(met):
-                met.add(len(kept.captured))
+            if len(graphs.captured) > len(met):
+                met.add(len(graphs.captured))
                 what = f"{at}, {slow} slow"
-                journal.trial(what, partial(_timed, plan, kept))
-                journal.trial(f"{what}, profile", partial(profiled, _waited(plan, kept), plan))
-        if not kept.captured:
+                journal.trial(what, partial(_timed, plan, graphs))
+                journal.trial(f"{what}, profile", partial(profiled, _waited(plan, graphs), plan))
+        if not graphs.captured:
             journal.note(at, failed="no step was recorded")
 
 
-def _timed(plan: Plan, kept: Kept) -> dict[str, Any]:
+def _timed(plan: Plan, graphs: Kept) -> dict[str, Any]:
     clock = clock_for(plan.device, "torch")
-    times_us = [*clock.time([kept.captured[-1]] * plan.replays)]
+    times_us = [*clock.time([graphs.captured[-1]] * plan.replays)]
     return {
-        "capture_seconds": kept.seconds[-1],
+        "capture_seconds": graphs.seconds[-1],
         "replay_ms": statistics.median(times_us) / 1e3,
         "p10_ms": percentile(times_us, 10) / 1e3,
         "p90_ms": percentile(times_us, 90) / 1e3,
     }
 
 
-def _waited(plan: Plan, kept: Kept) -> Callable[[], None]:
+def _waited(plan: Plan, graphs: Kept) -> Callable[[], None]:
     def call() -> None:
-        kept.captured[-1]()
+        graphs.captured[-1]()
         if not plan.dry:
             torch.cuda.synchronize()
 
@@ -161,15 +161,15 @@ def hosted(journal: Journal, plan: Plan) -> None:
 
 
 def _host(plan: Plan, batch: int, count: int, engine: EngineOptions, *, ahead: bool) -> dict[str, Any]:
-    with steps(plan, batch, count, engine, ahead=ahead) as (decoding, kept):
+    with steps(plan, batch, count, engine, ahead=ahead) as (decoding, graphs):
         slow = [decoding.next() for _ in range(count)]
         paths = dict(decoding.paths)
-    found: dict[str, Any] = {"steps": count, "captured": len(kept.captured), "paths": paths}
+    row: dict[str, Any] = {"steps": count, "captured": len(graphs.captured), "paths": paths}
     half = count // 2  # the first half warms up and captures
     times = list(zip(slow, decoding.host_us, decoding.at[:-1], decoding.at[1:], strict=True))[half:]
     for kind, wanted in (("fast", False), ("slow", True)):
-        own = [one for one in times if bool(one[0]) == wanted]
-        if own:
-            found[f"{kind}_host_us"] = statistics.median(host for _, host, _, _ in own)
-            found[f"{kind}_step_ms"] = statistics.median(1e3 * (b - a) for _, _, a, b in own)
-    return found
+        group = [step for step in times if bool(step[0]) == wanted]
+        if group:
+            row[f"{kind}_host_us"] = statistics.median(host for _, host, _, _ in group)
+            row[f"{kind}_step_ms"] = statistics.median(1e3 * (b - a) for _, _, a, b in group)
+    return row

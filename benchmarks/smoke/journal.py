@@ -49,8 +49,7 @@ class Journal:
             faulthandler.cancel_dump_traceback_later()
             seconds = round(time.perf_counter() - began, 1)
             print(f"-- stage {number}: {seconds} s", flush=True)
-            found = {"number": number, "name": name, "seconds": seconds, "rows": self._rows}
-            self.document["stages"].append(found)
+            self.document["stages"].append({"number": number, "name": name, "seconds": seconds, "rows": self._rows})
             self._write()
             if ended != "whole":
                 break
@@ -68,21 +67,21 @@ class Journal:
             DeviceLostError: The call has lost the device.
         """
         try:
-            found = call()
+            row = call()
         except DeviceLostError:
             raise
         except Exception as error:  # noqa: BLE001 - what a first run raises is what it is for
             traceback.print_exc(limit=-FRAMES, file=sys.stdout)
             self.note(what, failed=reason(error))
         else:
-            if found is not None:
-                self.note(what, **found)
+            if row is not None:
+                self.note(what, **row)
         self._look(what)
 
-    def note(self, what: str, **found: Any) -> None:
+    def note(self, what: str, **columns: Any) -> None:
         """Print a row and keep it."""
-        self._rows.append({"what": what, **found})
-        words = ", ".join(f"{name} {_short(value)}" for name, value in found.items())
+        self._rows.append({"what": what, **columns})
+        words = ", ".join(f"{name} {_short(value)}" for name, value in columns.items())
         print(f"{what}: {words}", flush=True)
 
     def failed(self) -> list[str]:
@@ -112,5 +111,5 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "".join(f"\n    {', '.join(map(_short, one.values()))}" for one in value)
+        return "".join(f"\n    {', '.join(map(_short, row.values()))}" for row in value)
     return str(value)

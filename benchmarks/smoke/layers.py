@@ -55,13 +55,13 @@ class Prompt:
 
     def time_ours(self, tile: QueryTile) -> dict[str, Any]:
         """Compare our kernel with SDPA where that ran, in roundings of the largest number, and time it."""
-        found: dict[str, Any] = {}
+        row: dict[str, Any] = {}
         if self._expected is not None:
             far = (self._ours(tile).view(self._expected.shape) - self._expected).abs().max()
             share = float(far / self._expected.abs().max())
-            found["roundings"] = share / torch.finfo(self._query.dtype).eps
-            found["right"] = found["roundings"] < ROUNDINGS
-        return found | self._rate(partial(self._ours, tile))
+            row["roundings"] = share / torch.finfo(self._query.dtype).eps
+            row["right"] = row["roundings"] < ROUNDINGS
+        return row | self._rate(partial(self._ours, tile))
 
     def _theirs(self) -> torch.Tensor:
         data = self._data

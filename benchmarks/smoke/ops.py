@@ -30,7 +30,7 @@ def _one(journal: Journal, plan: Plan, settings: KernelSettings, at: str) -> Non
     layer = LayerData(settings, "triton", plan.device)
     for variant in chain.from_iterable(variants for _, variants in groups(layer)):
         form = f" ({variant.form})" if variant.form else ""
-        journal.trial(f"{at}: {variant.label}{form}", lambda one=variant: _measured(one))
+        journal.trial(f"{at}: {variant.label}{form}", lambda variant=variant: _measured(variant))
     journal.note(f"{at}: notes", said="; ".join(layer.notes))
     journal.trial(f"{at}: prompt, window_logits", lambda: _window(layer))
 
@@ -44,8 +44,8 @@ def _window(data: LayerData) -> dict[str, Any]:
     query = data.draw(settings.batch, settings.kv_heads, settings.group, WINDOW, settings.head_dim)
     key, _, table = data.paged
     got, expected = (
-        one(query, key, table, data.length_B, scale=scale).float().nan_to_num(neginf=0.0)
-        for one in (window_logits.triton, window_logits.reference)
+        backend(query, key, table, data.length_B, scale=scale).float().nan_to_num(neginf=0.0)
+        for backend in (window_logits.triton, window_logits.reference)
     )
-    found = logits_error(got, expected, query, data.key_BHTD, scale)
-    return {"error_share": found, "right": found <= 1}
+    share = logits_error(got, expected, query, data.key_BHTD, scale)
+    return {"error_share": share, "right": share <= 1}

@@ -45,12 +45,12 @@ def run_again(work: Work) -> Work:
 @contextmanager
 def kept_graphs(plan: Plan) -> Iterator[Kept]:
     """Keep the graphs that are recorded inside; without CUDA, stand in for them."""
-    kept = Kept()
+    graphs = Kept()
     make: Callable[[torch.device], Recorder] = recorder.make_recorder
 
     def made(device: torch.device) -> Recorder:
-        kept.inner = run_again if plan.dry else make(device)
-        return kept
+        graphs.inner = run_again if plan.dry else make(device)
+        return graphs
 
     with patch.object(recorder, "make_recorder", made), patch.object(recorder, "can_record", lambda _: True):
-        yield kept
+        yield graphs

@@ -26,7 +26,7 @@ def profiled(call: Callable[[], object], plan: Plan) -> dict[str, Any]:
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
     of = ON_HOST if plan.dry else ON_DEVICE
-    return {"of": ", ".join(sorted(of)), **summed([one for one in events if one.get("cat") in of])}
+    return {"of": ", ".join(sorted(of)), **summed([event for event in events if event.get("cat") in of])}
 
 
 def summed(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -40,17 +40,17 @@ def summed(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         long at least one ran, none ran, and more than one ran; the same of the side's kernels; and the names
         that took most, with their calls.
     """
-    found = [(float(one["ts"]), float(one["ts"]) + float(one["dur"]), one["name"]) for one in events]
-    if not found:
+    nodes = [(float(event["ts"]), float(event["ts"]) + float(event["dur"]), event["name"]) for event in events]
+    if not nodes:
         return {"nodes": 0}
-    spans = [(begin, end) for begin, end, _ in found]
+    spans = [(begin, end) for begin, end, _ in nodes]
     added, busy = sum(end - begin for begin, end in spans), covered(spans)
     span = max(end for _, end in spans) - min(begin for begin, _ in spans)
-    side = [(b, e) for b, e, name in found if any(word in name for word in SIDE)]
-    main = [(b, e) for b, e, name in found if not any(word in name for word in SIDE)]
+    side = [(b, e) for b, e, name in nodes if any(word in name for word in SIDE)]
+    main = [(b, e) for b, e, name in nodes if not any(word in name for word in SIDE)]
     beside = covered(side) + covered(main) - busy
     return {
-        "nodes": len(found),
+        "nodes": len(nodes),
         "span_us": span,
         "added_us": added,
         "busy_us": busy,
@@ -58,7 +58,7 @@ def summed(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "several_at_once_us": added - busy,
         "side_us": sum(end - begin for begin, end in side),
         "side_beside_main_us": beside,
-        "top": longest(found),
+        "top": longest(nodes),
     }
 
 
@@ -71,10 +71,10 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def longest(found: Iterable[tuple[float, float, str]]) -> list[dict[str, Any]]:
+def longest(nodes: Iterable[tuple[float, float, str]]) -> list[dict[str, Any]]:
     """Return the names that took most time, each with its calls and microseconds."""
     times: dict[str, list[float]] = defaultdict(list)
-    for begin, end, name in found:
+    for begin, end, name in nodes:
         times[name].append(end - begin)
     ranked = sorted(times.items(), key=lambda item: -sum(item[1]))[:TOP]
     return [{"us": round(sum(us), 1), "calls": len(us), "name": name[:90]} for name, us in ranked]

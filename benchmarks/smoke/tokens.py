@@ -35,7 +35,7 @@ def compare(journal: Journal, plan: Plan) -> None:
     # peaked enough to make selection matter
     config = AutoConfig.for_model(**plan.small, initializer_range=0.3)
     model = AutoModelForCausalLM.from_config(config).eval().to(plan.device)
-    found: dict[str, Any] = {}
+    tokens: dict[str, Any] = {}
     for name, engine in WAYS.items():
         if engine.graphs and not plan.graphs:
             journal.note(name, skipped="--no-graphs")
@@ -43,22 +43,22 @@ def compare(journal: Journal, plan: Plan) -> None:
         if engine.chained and plan.device.type == "cpu":
             journal.note(name, skipped="the interpreter chains no launches")
             continue
-        journal.trial(name, lambda n=name, e=engine: _generated(model, plan, e, n, found))
+        journal.trial(name, lambda n=name, e=engine: _generated(model, plan, e, n, tokens))
 
 
-def _generated(model: Any, plan: Plan, engine: EngineOptions, name: str, found: dict[str, Any]) -> dict[str, Any]:
+def _generated(model: Any, plan: Plan, engine: EngineOptions, name: str, tokens: dict[str, Any]) -> dict[str, Any]:
     prompts = [[(7 * place + row) % 96 for place in range(n)] for row, n in enumerate(LENGTHS)]
     options = {"max_new_tokens": plan.tokens, "stop_token_ids": ()}
     engine = replace(engine, backend="triton")
-    with kept_graphs(plan) as kept:
+    with kept_graphs(plan) as graphs:
         report = sfi_core.generate(model, None, prompts, CONFIG, engine=engine, **options).report
-    found[name] = [request.token_ids for request in report.requests]
-    same = found[name] == found.get("plain")
+    tokens[name] = [request.token_ids for request in report.requests]
+    same = tokens[name] == tokens.get("plain")
     replayed = report.paths.get("graph.replay", 0) > 0
     return {
         "same_tokens": same,
         "right": same and replayed == bool(engine.graphs),
         "paths": dict(report.paths),
-        "capture_seconds": [round(seconds, 3) for seconds in kept.seconds],
+        "capture_seconds": [round(seconds, 3) for seconds in graphs.seconds],
         "decode_tokens_per_second": report.decode_tokens_per_second,
     }

@@ -36,19 +36,19 @@ def scores(rows: Sequence[Row], methods: Sequence[tuple[str, str]]) -> str:
 
 
 def _task(rows: Sequence[Row], methods: Sequence[tuple[str, str]]) -> list[list[str]]:
-    found = []
+    lines = []
     for label, method in methods:
         some = [row for row in rows if row["method"] == method]
-        for share in sorted({row["share"] for row in some}, key=lambda one: one or 0):
+        for share in sorted({row["share"] for row in some}, key=lambda share: share or 0):
             chosen = [row for row in some if row["share"] == share]
             total = np.mean([row["read"] + row["selecting"] for row in chosen])
-            found.append([
+            lines.append([
                 label, "-" if share is None else f"{100 * share:g} %",
                 _percent([row["score"] for row in chosen]), f"{100 * total:.1f} %", str(len(chosen)),
             ])  # fmt: skip
-    return found
+    return lines
 
 
 def _percent(score: Sequence[float]) -> str:
-    one = wilson(score)
-    return f"{100 * one.mean:.0f} ({100 * one.low:.0f} to {100 * one.high:.0f})"
+    interval = wilson(score)
+    return f"{100 * interval.mean:.0f} ({100 * interval.low:.0f} to {100 * interval.high:.0f})"

@@ -34,7 +34,7 @@ class Estimate:
         """Write value and interval with so many significant digits; a dash for what is not a number."""
         if np.isnan(self.value):
             return "-"
-        value, low, high = (_write(scale * one, digits) for one in (self.value, self.low, self.high))
+        value, low, high = (_write(scale * number, digits) for number in (self.value, self.low, self.high))
         return value if np.isnan(self.low) else f"{value} ({low} to {high})"
 
 
@@ -45,8 +45,7 @@ def estimate(values: Mapping[str, Array], statistic: Callable[[Array], Array] = 
         values: For each kind, what its windows measured: [windows, columns]. Kinds weigh the same.
         statistic: Takes means of the columns, [..., columns], and returns [...].
     """
-    found = estimates(values, lambda mean: statistic(mean)[..., None])
-    return found[0]
+    return estimates(values, lambda mean: statistic(mean)[..., None])[0]
 
 
 def estimates(values: Mapping[str, Array], statistic: Callable[[Array], Array] = lambda mean: mean) -> list[Estimate]:
@@ -84,8 +83,8 @@ def mean_known(values: Array, axis: int) -> Array:
     """Return the mean of what is a number; NaN where nothing is, without numpy's warning."""
     known = ~np.isnan(values)
     total, count = np.where(known, values, 0).sum(axis), known.sum(axis)
-    found: Any = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
-    return np.asarray(found)
+    mean: Any = np.divide(total, count, out=np.full(total.shape, np.nan), where=count > 0)
+    return np.asarray(mean)
 
 
 def _write(value: float, digits: int) -> str:

@@ -135,5 +135,5 @@ def packed(note: Callable[..., None]) -> Callable[..., None]:
 
 
 def _ascending(index_BHK: torch.Tensor) -> torch.Tensor:
-    found = index_BHK.masked_fill(index_BHK < 0, NONE).sort(-1).values
-    return found.masked_fill(found == NONE, -1).int()
+    sorted_BHK = index_BHK.masked_fill(index_BHK < 0, NONE).sort(-1).values
+    return sorted_BHK.masked_fill(sorted_BHK == NONE, -1).int()

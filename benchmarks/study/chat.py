@@ -20,21 +20,21 @@ def chats() -> list[str]:
     """
     tasks = Path(sysconfig.get_path("purelib")) / "lm_eval" / "tasks"
     seen: set[str] = set()  # some tasks share their examples, and no turn may be in both halves
-    found = []
+    documents = []
     for pattern, field in PATTERNS.items():
         for path in sorted(tasks.glob(pattern)):
             fresh = [turn for turn in _turns(path, field) if turn not in seen]
             seen.update(fresh)
-            found.append("".join(fresh))
-    if not any(found):
+            documents.append("".join(fresh))
+    if not any(documents):
         raise InputError(f"texts of kind dialogue must have lm-eval's tasks, got none in {tasks}")
-    return [text for text in found if text]
+    return [text for text in documents if text]
 
 
 def _turns(path: Path, field: str) -> Iterator[str]:
     text = path.read_text(encoding="utf-8")
     if "!function" in text:  # a template that loads code
         return
-    for one in (yaml.safe_load(text).get("fewshot_config") or {}).get("samples") or ():
-        turns = ("user", one[field]), ("assistant", one["target"])
+    for sample in (yaml.safe_load(text).get("fewshot_config") or {}).get("samples") or ():
+        turns = ("user", sample[field]), ("assistant", sample["target"])
         yield "".join(f"<|im_start|>{who}\n{said.strip()}<|im_end|>\n" for who, said in turns)

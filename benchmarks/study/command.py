@@ -51,34 +51,34 @@ def count_or_range(text: str) -> range:
 def _parser(about: str) -> argparse.ArgumentParser:
     shape = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=shape)
-    found = parser.add_subparsers(required=True, metavar="PART")
-    one = found.add_parser("fidelity", help="KL to full attention, teacher-forced")
-    one.add_argument("--table", default="front", help="table of the list of methods")
-    one.add_argument(
+    subparsers = parser.add_subparsers(required=True, metavar="PART")
+    subparser = subparsers.add_parser("fidelity", help="KL to full attention, teacher-forced")
+    subparser.add_argument("--table", default="front", help="table of the list of methods")
+    subparser.add_argument(
         "--audit", type=int, default=0, metavar="N", help="also say, of every N-th step, what each layer read"
     )
-    one.add_argument(
+    subparser.add_argument(
         "--modules",
         action="store_true",
         help="run no compiled steps, as choosing ahead does not: bfloat16 rounds alike",
     )
-    _window_options(one, FidelityPart)
-    one = found.add_parser("stability", help="full attention's supports, by place in the sentence")
-    _window_options(one, StabilityPart, tokens=200)
-    one = found.add_parser("lossless", help="drafts that verification keeps, and what lossless runs read")
-    _window_options(one, LosslessPart)
-    one = found.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
-    one.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN, *READER], default=DEFAULT)
-    _options(one, TasksPart, windows=20, lengths=[1024])
-    one = found.add_parser("health", help="whether health rules see broken selections")
-    _window_options(one, HealthPart, tokens=100)
-    one = found.add_parser("report", help="tables and figures, from the rows")
-    one.set_defaults(run=lambda options: Report(options).write())
-    one.add_argument("--model", default="smollm2", help="the model whose rows count")
-    one.add_argument("--half", choices=HALVES, default="held", help="the half that is reported")
-    one.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
-    one.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
-    one.add_argument("--docs", type=Path, default=DOCS, help="folder of pages and figures")
+    _window_options(subparser, FidelityPart)
+    subparser = subparsers.add_parser("stability", help="full attention's supports, by place in the sentence")
+    _window_options(subparser, StabilityPart, tokens=200)
+    subparser = subparsers.add_parser("lossless", help="drafts that verification keeps, and what lossless runs read")
+    _window_options(subparser, LosslessPart)
+    subparser = subparsers.add_parser("tasks", help="exact answers; a window is a sample, a seed of its own")
+    subparser.add_argument("--tasks", nargs="*", choices=[*TASKS, *OWN, *READER], default=DEFAULT)
+    _options(subparser, TasksPart, windows=20, lengths=[1024])
+    subparser = subparsers.add_parser("health", help="whether health rules see broken selections")
+    _window_options(subparser, HealthPart, tokens=100)
+    subparser = subparsers.add_parser("report", help="tables and figures, from the rows")
+    subparser.set_defaults(run=lambda options: Report(options).write())
+    subparser.add_argument("--model", default="smollm2", help="the model whose rows count")
+    subparser.add_argument("--half", choices=HALVES, default="held", help="the half that is reported")
+    subparser.add_argument("--methods", type=Path, default=METHODS, help="the list of methods")
+    subparser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    subparser.add_argument("--docs", type=Path, default=DOCS, help="folder of pages and figures")
     return parser
 
 

@@ -51,30 +51,30 @@ class FidelityPart(Part):
         full = reference(self.model, self.tokenizer, given, self._engine)
         rows = self.rows(item)
         count = 1 + len(self.methods)  # rows of a place
-        for row, own in zip(rows[::count], self._full(full), strict=True):
-            yield row | own
-        for number, one in enumerate(self.methods, 1):
+        for row, columns in zip(rows[::count], self._full(full), strict=True):
+            yield row | columns
+        for number, listed in enumerate(self.methods, 1):
             mine = rows[number::count]
             if pending.intersection(map(self.key, mine)):
-                for row, own in zip(mine, self._compared(one, item[0], full), strict=True):
-                    yield row | own
+                for row, columns in zip(mine, self._compared(listed, item[0], full), strict=True):
+                    yield row | columns
 
     def _full(self, full: Reference) -> Iterator[Row]:
-        for place, one in enumerate(full.windows):
-            given = one.ids[one.prompt_tokens :]
+        for place, text in enumerate(full.windows):
+            given = text.ids[text.prompt_tokens :]
             nll = [-float(log_BV[place, token]) for log_BV, token in zip(full.log_SBV, given, strict=True)]
-            yield {"start": one.start, "nll": rounded(nll)}
+            yield {"start": text.start, "nll": rounded(nll)}
 
-    def _compared(self, one: Listed, place: Place, full: Reference) -> list[Row]:
+    def _compared(self, listed: Listed, place: Place, full: Reference) -> list[Row]:
         began = time.monotonic()
         try:
             # what is random is drawn anew in each window
-            config = one.method.config_for(place.length).replace(trigger_seed=place.seed)
-            policy = one.method.policy
+            config = listed.method.config_for(place.length).replace(trigger_seed=place.seed)
+            policy = listed.method.policy
             seen, every = ByLayer(len(full.windows)), self.options.audit
             watched = {"observers": [seen], "audit": AuditConfig(every=every, top=TOP)} if every else {}
             with selections_noted(), queries_kept():
-                found = fidelity(
+                results = fidelity(
                     self.model, self.tokenizer, full, config, policy=policy, engine=self._engine, **watched
                 )
         except FAILURES as error:
@@ -82,9 +82,9 @@ class FidelityPart(Part):
         each = {
             "budget": config.budget,
             "recent": config.recent,
-            "seconds": round((time.monotonic() - began) / len(found), 1),
+            "seconds": round((time.monotonic() - began) / len(results), 1),
         }
-        return [each | _measured(part) | by_layer for part, by_layer in zip(found, seen.means(), strict=True)]
+        return [each | _measured(part) | by_layer for part, by_layer in zip(results, seen.means(), strict=True)]
 
 
 class ByLayer(NullObserver):
@@ -108,21 +108,21 @@ class ByLayer(NullObserver):
 
     def means(self) -> list[Row]:
         """Return for each request the means, by layer; nothing without an audit."""
-        found = []
+        rows = []
         for layers in self._sums:
             mean_3L = [torch.stack(steps).mean(0).tolist() for _, steps in sorted(layers.items())]
             columns = [rounded(column) for column in zip(*mean_3L, strict=True)]
-            found.append(dict(zip(("recall", "retained", "output_error"), columns, strict=False)))
-        return found
+            rows.append(dict(zip(("recall", "retained", "output_error"), columns, strict=False)))
+        return rows
 
 
-def _measured(found: Fidelity) -> Row:
-    report = found.reports[0]
+def _measured(result: Fidelity) -> Row:
+    report = result.reports[0]
     return {
-        "kl": rounded(found.kl),
-        "agrees": "".join(str(int(same)) for same in found.agrees),
-        "slow": "".join(str(int(slow)) for slow in found.slow),
-        "nll": short(sum(found.nll[1:]) / max(1, len(found.nll) - 1)),
+        "kl": rounded(result.kl),
+        "agrees": "".join(str(int(same)) for same in result.agrees),
+        "slow": "".join(str(int(slow)) for slow in result.slow),
+        "nll": short(sum(result.nll[1:]) / max(1, len(result.nll) - 1)),
         "read": short(report.read_ratio),
         "selecting": short(report.selection_ratio),
     }

@@ -55,8 +55,8 @@ def draw_stability(rows: Sequence[Row], mode: str, size: int, path: Path) -> Non
     place.set_xticks(range(len(PLACES)), PLACES)
     place.set(xlabel="steps since the token that ended a sentence", ylabel="overlap")
     for name in ("boundary", "next", "any"):
-        kept = estimates(windows(some, column("retained", name)))
-        _band(old, range(len(PLACES)), kept, {"any": "any step"}.get(name, f"{name} token"))
+        ratios = estimates(windows(some, column("retained", name)))
+        _band(old, range(len(PLACES)), ratios, {"any": "any step"}.get(name, f"{name} token"))
     old.set_xticks(range(len(PLACES)), PLACES)
     old.set(xlabel="age of the support, steps", ylabel="probability held, of the best support's")
     for axes in (lag, place):
@@ -72,13 +72,13 @@ def _curve(axes: Any, data: Measured, method: tuple[str, str], kinds: Sequence[s
     for share in data.shares(method[1]):
         values = data.by_kind((method[1], share), kinds=kinds)
         if values:
-            found = estimates(values)
-            points.append((100 * found[reads_column(method[1])].value, found[KL]))
+            columns = estimates(values)
+            points.append((100 * columns[reads_column(method[1])].value, columns[KL]))
     if not points:
         return
     reads = [read for read, _ in points]
-    value = np.array([one.value for _, one in points])
-    ends = np.array([[one.value - one.low, one.high - one.value] for _, one in points]).T
+    value = np.array([kl.value for _, kl in points])
+    ends = np.array([[kl.value - kl.low, kl.high - kl.value] for _, kl in points]).T
     axes.errorbar(
         reads, value, yerr=np.maximum(ends, 0), label=name_of(*method), marker=MARKS[number % len(MARKS)],
         color="black" if number == COLORS else f"C{number % COLORS}", markersize=4, linewidth=1,
@@ -86,7 +86,7 @@ def _curve(axes: Any, data: Measured, method: tuple[str, str], kinds: Sequence[s
     )  # fmt: skip
 
 
-def _band(axes: Any, at: Sequence[float], found: Sequence[Estimate], label: str) -> None:
-    (line,) = axes.plot(at, [one.value for one in found], marker="o", markersize=3, label=label)
-    low, high = [one.low for one in found], [one.high for one in found]
+def _band(axes: Any, at: Sequence[float], curve: Sequence[Estimate], label: str) -> None:
+    (line,) = axes.plot(at, [point.value for point in curve], marker="o", markersize=3, label=label)
+    low, high = [point.low for point in curve], [point.high for point in curve]
     axes.fill_between(at, low, high, alpha=SHADE, color=line.get_color())

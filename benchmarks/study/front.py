@@ -58,9 +58,9 @@ def at_reads(data: Measured, methods: Sequence[tuple[str, str]]) -> str:
     rows = []
     for label, method in methods:
         shares = data.shares(method)
-        found = reads_estimates(data, method, shares)
-        if found:
-            rows.append([name_of(label, method), *(one.text() for one in found)])
+        curve = reads_estimates(data, method, shares)
+        if curve:
+            rows.append([name_of(label, method), *(kl.text() for kl in curve)])
     return table(["method", *(f"{100 * reads:g} % read" for reads in READS)], rows)
 
 
@@ -75,8 +75,8 @@ def interpolated(mean: Array, reads: int = TOTAL) -> Array:
     """Return KL at `READS` of [..., shares * COLUMNS]: [..., READS]; `reads` is the column of the reads."""
     points = mean.reshape(*mean.shape[:-1], -1, len(COLUMNS))
     flat = points.reshape(-1, *points.shape[-2:])
-    found = np.array([_at(np.log(one[:, reads]), np.log(one[:, KL] + 1e-9)) for one in flat])
-    kl: Array = np.exp(found).reshape(*mean.shape[:-1], len(READS))
+    log_kl = np.array([_at(np.log(curve[:, reads]), np.log(curve[:, KL] + 1e-9)) for curve in flat])
+    kl: Array = np.exp(log_kl).reshape(*mean.shape[:-1], len(READS))
     return kl
 
 

@@ -62,15 +62,15 @@ class HealthPart(Part):
                 return {"error": first_line(error)}
             request = Request.of(Trace.open(path))
             document = judge(request)
-            found = document["findings"]
+            findings = [finding for finding in document["findings"] if finding["request"] == 1]
             kl = request.single("SELECT avg(kl_next_token) AS kl FROM logits WHERE request = 1")["kl"]
         return {
             "kl": short(kl or 0.0),
-            "rules": sorted({one["rule"] for one in found if one["request"] == 1}),
+            "rules": sorted({finding["rule"] for finding in findings}),
             "beyond": {
-                one["rule"]: [short(one["value"]), one["beyond"], one["places"]] for one in found if one["request"] == 1
+                finding["rule"]: [short(finding["value"]), finding["beyond"], finding["places"]] for finding in findings
             },
-            "worst": {one["rule"]: short(one["value"]) for one in document["judged"]},
+            "worst": {verdict["rule"]: short(verdict["value"]) for verdict in document["judged"]},
         }
 
 
@@ -81,8 +81,8 @@ def seen(rows: Sequence[Row]) -> str:
         some = [row for row in rows if row["selection"] == name and "rules" in row]
         if some:
             counted = Counter(rule for row in some for rule in row["rules"]).most_common()
-            found = sum(bool(row["rules"]) for row in some)
+            problems = sum(bool(row["rules"]) for row in some)
             kl = sum(row["kl"] for row in some) / len(some)
             rules = ", ".join(f"{rule} {count}" for rule, count in counted) or "-"
-            lines.append([name, f"{kl:.3g}", f"{found} of {len(some)}", rules])
+            lines.append([name, f"{kl:.3g}", f"{problems} of {len(some)}", rules])
     return table(["selection", "KL, nats", "windows with a problem", "rules"], lines)

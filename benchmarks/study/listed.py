@@ -43,15 +43,15 @@ def read_methods(table: str, tokenizer: Any, path: Path = METHODS) -> list[Liste
         InputError: The file cannot be read or is no TOML.
         ConfigError: There is no such table, or a method cannot be parsed.
     """
-    found = []
+    methods = []
     listed = read_table(table, path)
     for written in listed["methods"]:
         method = Method.parse(written)
         ids = resolve_triggers(tokenizer, method.config)
         resolved = replace(method, config=method.config.replace(trigger_token_ids=ids))
         sized = at_sizes([resolved], shares=listed["shares"], recent=listed["recent"])
-        found += [Listed(method.label, spec(written, method), one) for one in sized]
-    return found
+        methods += [Listed(method.label, spec(written, method), variant) for variant in sized]
+    return methods
 
 
 def read_table(table: str, path: Path = METHODS) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def read_table(table: str, path: Path = METHODS) -> dict[str, Any]:
         raise InputError(f"methods {path} cannot be read: {error}") from error
     if table not in tables:
         raise ConfigError(f"unknown table {table!r} of {path}; expected one of {tuple(tables)}")
-    found: dict[str, Any] = tables[table]
-    return found
+    entries: dict[str, Any] = tables[table]
+    return entries
 
 
 def spec(written: str, method: Method) -> str:

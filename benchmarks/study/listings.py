@@ -58,13 +58,13 @@ def technical() -> list[str]:
     packages = Path(sysconfig.get_path("purelib"))
     if lacking := [name for name in ("lm_eval/tasks", *JSON_FILES) if not (packages / name).exists()]:
         raise InputError(f"texts of kind technical must have {lacking[0]} among the installed packages, got none")
-    found = [path.read_text(encoding="utf-8") for path in sorted(packages.glob("lm_eval/tasks/**/*.md"))]
-    found = [text for text in found if "|--" in text or "| --" in text]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(packages.glob("lm_eval/tasks/**/*.md"))]
+    texts = [text for text in texts if "|--" in text or "| --" in text]
     for name in JSON_FILES:
         text = (packages / name).read_text(encoding="utf-8")
         lines = json.dumps(json.loads(text), indent=2).splitlines()[: JSON_PIECES * ROWS]
-        found += ["\n".join(lines[start : start + ROWS]) for start in range(0, len(lines), ROWS)]
-    return found
+        texts += ["\n".join(lines[start : start + ROWS]) for start in range(0, len(lines), ROWS)]
+    return texts
 
 
 def _tables() -> Iterator[tuple[str, list[str]]]:

@@ -18,7 +18,7 @@ def by_step(rows: Sequence[Mapping[str, Any]], methods: Sequence[tuple[str, str]
     for label, method in methods:
         some = [row for row in rows if (row["method"], row["share"]) == (method, share) and "error" not in row]
         if some:
-            found = windows(some, lambda row: [sum(row["kl"][a:b]) / len(row["kl"][a:b]) for a, b in pairwise(STEPS)])
+            by_kind = windows(some, lambda row: [sum(row["kl"][a:b]) / len(row["kl"][a:b]) for a, b in pairwise(STEPS)])
             reads = estimates(windows(some, lambda row: [100 * (row["read"] + row["selecting"])]))
-            lines.append([label, *(one.text() for one in estimates(found)), f"{reads[0].value:.1f} %"])
+            lines.append([label, *(kl.text() for kl in estimates(by_kind)), f"{reads[0].value:.1f} %"])
     return table(["method", *(f"step {a} to {b - 1}" for a, b in pairwise(STEPS)), "total reads"], lines)

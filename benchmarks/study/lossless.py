@@ -60,9 +60,9 @@ def drafted(rows: Sequence[Mapping[str, Any]], methods: Sequence[tuple[str, str]
     for label, method in methods:
         for share in sorted({row["share"] for row in rows if row["method"] == method}):
             some = [row for row in rows if (row["method"], row["share"]) == (method, share) and "error" not in row]
-            found = estimates(windows(some, _figures))
+            figures = estimates(windows(some, _figures))
             equal = f"{sum(row['same'] for row in some)} of {len(some)}"
-            lines.append([label, f"{100 * share:g} %", equal, *(estimate.text() for estimate in found)])
+            lines.append([label, f"{100 * share:g} %", equal, *(estimate.text() for estimate in figures)])
     heads = "accepted a verification", "kept of tested", "passes a token", "total reads, %"
     return table(["drafts of", "share", "equal answers", *heads], lines)
 

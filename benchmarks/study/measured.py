@@ -31,18 +31,18 @@ class Measured:
     def by_kind(self, *which: Which, kinds: Iterable[str] = ()) -> dict[str, Array]:
         """Return, by kind, [windows, methods * columns] of the windows that all these methods have."""
         table = self.windows
-        common = set.intersection(*(set(table.get(one, {})) for one in which))
+        common = set.intersection(*(set(table.get(key, {})) for key in which))
         wanted = set(kinds) or {kind for kind, _ in common}
         return {
             kind: np.array(
-                [np.concatenate([table[one][where] for one in which]) for where in sorted(common) if where[0] == kind]
+                [np.concatenate([table[key][where] for key in which]) for where in sorted(common) if where[0] == kind]
             )
             for kind in sorted(wanted & {kind for kind, _ in common})
         }
 
     def shares(self, method: str) -> list[float]:
         """Return the shares of a method that have rows."""
-        return sorted(share for one, share in self.windows if one == method and share is not None)
+        return sorted(share for name, share in self.windows if name == method and share is not None)
 
     def count(self, which: Which) -> int:
         """Return the number of a method's windows."""
@@ -51,7 +51,7 @@ class Measured:
 
 def measured(rows: Iterable[Mapping[str, Any]]) -> Measured:
     """Sum rows of one model, half, length and number of tokens up by window."""
-    found, full = Measured(), {}
+    data, full = Measured(), {}
     listed = list(rows)
     for row in listed:
         if row["method"] == FULL:
@@ -59,8 +59,8 @@ def measured(rows: Iterable[Mapping[str, Any]]) -> Measured:
     for row in listed:
         where, which = (row["kind"], row["number"]), (row["method"], row["share"])
         if row["method"] != FULL and "error" not in row:
-            found.windows[which][where] = _columns(row, full[where])
-    return found
+            data.windows[which][where] = _columns(row, full[where])
+    return data
 
 
 def _columns(row: Mapping[str, Any], full: Mapping[str, Any]) -> list[float]:

@@ -32,8 +32,8 @@ class Facts(DocumentTask):
         rng = seeded(self.name, length, seed)
         subjects = rng.sample(SUBJECTS, len(SUBJECTS))
         values = [str(number) for number in rng.sample(NUMBERS, len(SUBJECTS))]
-        told = [f"{_upper(subject)} is {value}." for subject, value in zip(subjects, values, strict=True)]
-        text = hide(told, take(filler(rng), units), depths(seed, len(told)))
+        facts = [f"{_upper(subject)} is {value}." for subject, value in zip(subjects, values, strict=True)]
+        text = hide(facts, take(filler(rng), units), depths(seed, len(facts)))
         ask = f"What is {subjects[0]}?"
         return Question(f"{text}\n\n{ask}", _upper(subjects[0]), (values[0],))
 
@@ -48,8 +48,8 @@ class Places(DocumentTask):
         """Draw three people and their places, of whom one is asked for."""
         rng = seeded(self.name, length, seed)
         names, places = rng.sample(NAMES, 3), rng.sample(PLACES, 3)
-        told = [f"{name} lives in the {place} and nowhere else." for name, place in zip(names, places, strict=True)]
-        text = hide(told, take(filler(rng), units), depths(seed, len(told)))
+        facts = [f"{name} lives in the {place} and nowhere else." for name, place in zip(names, places, strict=True)]
+        text = hide(facts, take(filler(rng), units), depths(seed, len(facts)))
         ask = f"Where does {names[0]} live?"
         return Question(f"{text}\n\n{ask}", names[0], (places[0],))
 

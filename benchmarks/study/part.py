@@ -73,7 +73,7 @@ class Part(ABC):
         where = self.where(item)
         return [
             {**where, "method": FULL, "share": None},
-            *({**where, "method": one.text, "share": one.share} for one in self.methods),
+            *({**where, "method": listed.text, "share": listed.share} for listed in self.methods),
         ]
 
     def where(self, place: Place) -> Row:

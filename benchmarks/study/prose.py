@@ -30,7 +30,7 @@ def explanations() -> list[str]:
     Python ships no fiction: this is exposition by many hands, beside the one voice of the reference.
     """
     texts = (*_descriptions(), *_readmes(), *_docstrings())
-    return _documents(texts, lambda text: [one for one in paragraphs(text, MARKUP) if not LEGAL.search(one)])
+    return _documents(texts, lambda text: [line for line in paragraphs(text, MARKUP) if not LEGAL.search(line)])
 
 
 def paragraphs(text: str, markup: re.Pattern[str], *, least: int = 160, letters: float = 0.9) -> list[str]:
@@ -42,7 +42,7 @@ def paragraphs(text: str, markup: re.Pattern[str], *, least: int = 160, letters:
         least: The fewest characters of a paragraph.
         letters: The smallest share of letters and spaces.
     """
-    found = []
+    lines = []
     for block in re.split(r"\n\s*\n", text):
         line = " ".join(block.split())
         plain = sum(char.isalpha() or char == " " for char in line)
@@ -52,8 +52,8 @@ def paragraphs(text: str, markup: re.Pattern[str], *, least: int = 160, letters:
             and SENTENCES.fullmatch(line)
             and not any(markup.search(row) for row in block.split("\n"))
         ):
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def _documents(texts: Iterable[str], pick: Callable[[str], list[str]]) -> list[str]:
@@ -61,7 +61,7 @@ def _documents(texts: Iterable[str], pick: Callable[[str], list[str]]) -> list[s
     seen: set[str] = set()
     documents = []
     for text in texts:
-        fresh = [one for one in dict.fromkeys(pick(text)) if one not in seen]
+        fresh = [paragraph for paragraph in dict.fromkeys(pick(text)) if paragraph not in seen]
         seen.update(fresh)
         if fresh:
             documents.append("\n\n".join(fresh))
@@ -69,11 +69,11 @@ def _documents(texts: Iterable[str], pick: Callable[[str], list[str]]) -> list[s
 
 
 def _descriptions() -> list[str]:
-    found = {}
-    for one in distributions():
-        _, _, body = (one.read_text("METADATA") or "").partition("\n\n")
-        found[one.name.lower()] = body
-    return [text for _, text in sorted(found.items())]
+    bodies = {}
+    for distribution in distributions():
+        _, _, body = (distribution.read_text("METADATA") or "").partition("\n\n")
+        bodies[distribution.name.lower()] = body
+    return [text for _, text in sorted(bodies.items())]
 
 
 def _readmes() -> Iterator[str]:

@@ -65,7 +65,7 @@ class Reading(DocumentTask):
 @cache
 def _sentences(half: str) -> list[str]:
     joined = " ".join(text("prose", half).split() + text("narrative", half).split())
-    return [one for one in re.split(r"(?<=[.!?]) (?=[A-Z])", joined) if one]
+    return [sentence for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", joined) if sentence]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class Paraphrase(Reading):
     def ask(self, rng: random.Random) -> tuple[Sequence[str], str, str, tuple[str, ...]]:
         """See `Reading`."""
         values = [rng.choice(each) for each in VALUES]
-        told = [fact.format(value) for (fact, _, _), value in zip(FACTS, values, strict=True)]
+        facts = [fact.format(value) for (fact, _, _), value in zip(FACTS, values, strict=True)]
         asked = rng.randrange(len(FACTS))
         _, ask, lead = FACTS[asked]
-        return told, ask, lead, (values[asked],)
+        return facts, ask, lead, (values[asked],)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,13 @@ class Several(Reading):
         """See `Reading`."""
         firms = rng.sample(FIRMS, 6)
         numbers = rng.sample(range(1000, 10_000), len(firms))
-        told = [f"The door code of the {firm} office is {number}." for firm, number in zip(firms, numbers, strict=True)]
+        facts = [
+            f"The door code of the {firm} office is {number}." for firm, number in zip(firms, numbers, strict=True)
+        ]
         asked = firms[:3]
         ask = f"What are the door codes of the offices {', '.join(asked)}, in this order?"
         lead = f"The door codes of {', '.join(asked)} are, in this order:"
-        return told, ask, lead, tuple(str(number) for number in numbers[:3])
+        return facts, ask, lead, tuple(str(number) for number in numbers[:3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +111,10 @@ class TwoPlaces(Reading):
     def ask(self, rng: random.Random) -> tuple[Sequence[str], str, str, tuple[str, ...]]:
         """See `Reading`."""
         people, firms, towns = rng.sample(PEOPLE, 3), rng.sample(FIRMS, 3), rng.sample(CITIES, 3)
-        told = [f"{person} works for the company {firm}." for person, firm in zip(people, firms, strict=True)]
-        told += [f"The company {firm} has its only office in {town}." for firm, town in zip(firms, towns, strict=True)]
+        facts = [f"{person} works for the company {firm}." for person, firm in zip(people, firms, strict=True)]
+        facts += [f"The company {firm} has its only office in {town}." for firm, town in zip(firms, towns, strict=True)]
         ask = f"For which company does {people[0]} work, and in which town is its office? Answer in one sentence."
-        return told, ask, f"{people[0]} works for the company", (firms[0], towns[0])
+        return facts, ask, f"{people[0]} works for the company", (firms[0], towns[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,9 @@ class Program(Reading):
         names, numbers = rng.sample(NAMES, 6), rng.sample(range(1000, 10_000), 2)
         lines = [f"{names[0]} = {numbers[0]}", f"{names[1]} = {names[0]}", f"{names[2]} = {names[1]}"]
         others = [f"{names[3]} = {numbers[1]}", f"{names[4]} = {names[3]}", f"{names[5]} = {names[4]}"]
-        told = [f"The program sets `{line}`." for pair in zip(lines, others, strict=True) for line in pair]
+        facts = [f"The program sets `{line}`." for pair in zip(lines, others, strict=True) for line in pair]
         ask = f"The text sets variables of a program. Which number does print({names[2]}) show? Follow the assignments."
-        return told, ask, f"In the program, `{names[2]}` is set to", (names[1], names[0], str(numbers[0]))
+        return facts, ask, f"In the program, `{names[2]}` is set to", (names[1], names[0], str(numbers[0]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +143,9 @@ class Counting(Reading):
         """See `Reading`."""
         count = rng.randint(2, 5)
         signed = rng.sample(PEOPLE, count)
-        told = [f"{person} signed the petition." for person in signed]
+        facts = [f"{person} signed the petition." for person in signed]
         ask = "Who signed the petition? List all names, then say how many they are."
-        return told, ask, "The petition was signed by", tuple(signed)
+        return facts, ask, "The petition was signed by", tuple(signed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,10 +157,10 @@ class Table(Reading):
     def ask(self, rng: random.Random) -> tuple[Sequence[str], str, str, tuple[str, ...]]:
         """See `Reading`."""
         goods, stock = rng.sample(GOODS, 5), rng.sample(range(100, 1000), 5)
-        told = [f"| {name} | {number} in stock |" for name, number in zip(goods, stock, strict=True)]
+        facts = [f"| {name} | {number} in stock |" for name, number in zip(goods, stock, strict=True)]
         most = max(range(5), key=stock.__getitem__)
         ask = "Rows of a table are scattered in the text. List all goods with their stock, then name the largest stock."
-        return told, ask, "The table says:", (*map(str, stock), f"stock is {goods[most]}")
+        return facts, ask, "The table says:", (*map(str, stock), f"stock is {goods[most]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +172,12 @@ class Summary(Reading):
     def ask(self, rng: random.Random) -> tuple[Sequence[str], str, str, tuple[str, ...]]:
         """See `Reading`."""
         values = [rng.choice(choices) for _, choices in DECISIONS]
-        told = [
+        facts = [
             f"The town council decided that {what.format(value)}."
             for (what, _), value in zip(DECISIONS, values, strict=True)
         ]
         ask = "Sum up in one sentence each what the town council decided: library, bridge, festival and mill."
-        return told, ask, "The town council decided four things. First,", tuple(values)
+        return facts, ask, "The town council decided four things. First,", tuple(values)
 
 
 READER = {task.name: task for task in (Paraphrase(), Several(), TwoPlaces(), Program(), Counting(), Table(), Summary())}

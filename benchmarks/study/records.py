@@ -133,8 +133,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return short(value, 4) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {name: plain(entry) for name, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _git(*arguments: str) -> str:

@@ -175,9 +175,8 @@ class Report:
         if 2 * len(named) <= len(self._listed(name)):  # rows of another table, which shares some methods
             return []
         shares = _shares(data, named)
-        found = front.against(data, named, named[0][1], shares)
         words = f"Times: of the KL of the first row, `{named[0][0]}`, on the same windows."
-        parts = [(words, found)]
+        parts = [(words, front.against(data, named, named[0][1], shares))]
         if len(shares) > 1:
             parts.append((AT_READS, front.at_reads(data, named)))
         return [self._page(f"{name}-{length}", about, parts)]
@@ -198,12 +197,12 @@ class Report:
         return named if len(named) >= FEWEST else []  # else rows of another table, which shares some methods
 
     def _rows(self, part: type[Part], name: str = "") -> list[Row]:
-        found: dict[Key, Row] = {}
+        by_key: dict[Key, Row] = {}
         for path in sorted(self.results.rglob(f"{name or part.name}.jsonl")):
             records = Records(path, part.columns)
-            found |= {records.key(row): row for row in records.rows()}
+            by_key |= {records.key(row): row for row in records.rows()}
         asked = (self.model, self.half)
-        rows = [row for row in found.values() if (row["model"], row["half"]) == asked]
+        rows = [row for row in by_key.values() if (row["model"], row["half"]) == asked]
         # of a text that has changed with its package, a page has the rows of the version that has the most
         pages = [(row["kind"], row["length"], row["tokens"]) for row in rows]
         counts = Counter((page, row["text"]) for page, row in zip(pages, rows, strict=True))
@@ -222,5 +221,5 @@ def _kinds(data: Measured) -> list[str]:
 
 def _counts(rows: Iterable[Row]) -> str:
     places = {(row["kind"], row["number"], row["length"]) for row in rows if row.get("method", FULL) == FULL}
-    found = Counter(kind for kind, _, _ in places)
-    return "windows: " + ", ".join(f"{kind} {count}" for kind, count in sorted(found.items()))
+    counts = Counter(kind for kind, _, _ in places)
+    return "windows: " + ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))

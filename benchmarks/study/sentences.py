@@ -71,16 +71,16 @@ def retained(shared: Shared, place_N: Ints) -> dict[str, list[float]]:
     ratio_NN, mass_NN = ratio_UNN.mean(0), shared.mass_UNN.mean(0)
     step_N = np.arange(len(place_N))
     of_age = [float(np.diagonal(ratio_NN, -age).mean()) for age in step_N]
-    found: dict[str, list[float]] = {}
+    means: dict[str, list[float]] = {}
     for name, first in (("boundary", 0), ("next", 1)):
         chosen_N = step_N - place_N + first
         steps = step_N[(chosen_N >= 0) & (chosen_N <= step_N) & (step_N >= place_N)]
         age = steps - chosen_N[steps]
-        found[name] = by_place(ratio_NN[steps, chosen_N[steps]], age)
+        means[name] = by_place(ratio_NN[steps, chosen_N[steps]], age)
         if first == 0:
-            found["mass"] = by_place(mass_NN[steps, chosen_N[steps]], age)
-            found["any"] = by_place(np.array([of_age[a] for a in age], np.float32), age)
-    return found
+            means["mass"] = by_place(mass_NN[steps, chosen_N[steps]], age)
+            means["any"] = by_place(np.array([of_age[a] for a in age], np.float32), age)
+    return means
 
 
 def statistics(shared: Shared, place_N: Ints, *, seed: int) -> dict[str, Any]:

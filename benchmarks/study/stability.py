@@ -47,9 +47,9 @@ class StabilityPart(Part):
             local = [rounded(heads) for heads in seen.local(item.length)]
             for row in rows:
                 shared = Shared.of(seen, item.length, row["size"])
-                found = plain(statistics(shared, place_N, seed=item.number))
+                summary = plain(statistics(shared, place_N, seed=item.number))
                 seconds = round(time.monotonic() - began, 1)
-                yield row | found | {"local": local, "start": decoded.start, "seconds": seconds}
+                yield row | summary | {"local": local, "start": decoded.start, "seconds": seconds}
 
     def _record(self, place: Place, mode: str) -> tuple[Recorder, Window]:
         given = window(self.tokenizer, place, self.options.tokens)

@@ -47,18 +47,18 @@ class Recorder(NullObserver):
         inside = (index_NHK >= SINK) & (index_NHK < prompt - RECENT)
         place = torch.where(inside, index_NHK - SINK, candidates)  # one place more takes the rest
         mass_NHC = torch.zeros(N, H, candidates + 1).scatter_(2, place, mass_NHK * inside)
-        found: Floats = mass_NHC[:, :, :candidates].transpose(0, 1).contiguous().numpy()
-        return found
+        mass_HNC: Floats = mass_NHC[:, :, :candidates].transpose(0, 1).contiguous().numpy()
+        return mass_HNC
 
     def local(self, prompt: int) -> list[list[float]]:
         """Return the mean probability of the first 4 and the step's last 128 positions, by layer and head."""
-        found = []
+        means = []
         for layer in sorted(self.index_L):
             index_NHK, mass_NHK = torch.stack(self.index_L[layer]), torch.stack(self.mass_L[layer]).float()
             at_N11 = prompt + torch.arange(len(index_NHK))[:, None, None]
             near_NHK = (index_NHK < SINK) & (index_NHK >= 0) | (index_NHK > at_N11 - RECENT)
-            found.append((mass_NHK * near_NHK).sum(-1).mean(0).tolist())
-        return found
+            means.append((mass_NHK * near_NHK).sum(-1).mean(0).tolist())
+        return means
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +92,9 @@ class Shared:
 def members(mass_HNC: Floats, size: int) -> Floats:
     """Mark the `size` most probable candidates of each head and step with 1: [H, N, C]."""
     index_HNK = np.argpartition(mass_HNC, -size, axis=-1)[:, :, -size:]
-    found = np.zeros_like(mass_HNC)
-    np.put_along_axis(found, index_HNK, 1, axis=-1)
-    return found
+    member_HNC = np.zeros_like(mass_HNC)
+    np.put_along_axis(member_HNC, index_HNK, 1, axis=-1)
+    return member_HNC
 
 
 def audit_for(tokens: int, sizes: Sequence[int]) -> AuditConfig:

@@ -52,14 +52,14 @@ class TasksPart(Part):
     def rows(self, item: Sample) -> list[Row]:
         """See `Part`."""
         where = {"model": self.model_name, **asdict(item)}
-        return [{**where, "method": one.text, "share": one.share} for one in self.methods]
+        return [{**where, "method": listed.text, "share": listed.share} for listed in self.methods]
 
     def make(self, item: Sample, pending: set[Key]) -> Iterator[Row]:
         """Decode a sample under every pending method, its prompt read once."""
         TASKS.update(OWN | READER)  # a task is looked up by its name
-        row_of = dict(zip((one.method.key for one in self.methods), self.rows(item), strict=True))
+        row_of = dict(zip((listed.method.key for listed in self.methods), self.rows(item), strict=True))
         seed = item.number + (HELD_SEED if item.half == "held" else 0)
-        cells = sample_cells([one.method for one in self.methods], [item.task], [item.length], [seed])
+        cells = sample_cells([listed.method for listed in self.methods], [item.task], [item.length], [seed])
         missing = [cell for cell in cells if self.key(row_of[cell.method.key]) in pending]
         for row in SampleRows(self.model, self.tokenizer).make(missing):
             yield row_of[row["method"], row["size"]] | _measured(row)
