@@ -69,7 +69,7 @@ class Steps:
 
     def _pick(self, logits_BV: torch.Tensor) -> list[int]:
         logits_BV.scatter_(1, self._token_SB1[len(self.at)], torch.finfo(logits_BV.dtype).max)
-        token_B = self._sampler(logits_BV, [False] * len(logits_BV), 0)
+        token_B = self._sampler(logits_BV, [False] * len(logits_BV))
         self._decoder.run.record(token_B)
         self.at.append(time.perf_counter())
         return token_B
