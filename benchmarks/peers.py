@@ -27,7 +27,7 @@ from sfi_core.measure.bench.architectures import random_config, random_model
 from sfi_core.settings.config import SfiConfig
 
 WORKER = Path(__file__).with_name("peer_worker.py")
-SMALL = {  # about 50 million weights
+SMALL: dict[str, Any] = {  # about 50 million weights
     "model_type": "qwen3", "vocab_size": 32000, "hidden_size": 512, "intermediate_size": 1536,
     "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
     "max_position_embeddings": 40960, "tie_word_embeddings": True,

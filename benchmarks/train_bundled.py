@@ -202,7 +202,7 @@ def run_stage(model: Qwen3ForCausalLM, batches: Batches, stage: Stage, *, log: i
         ids, target = batches.recalls(stage) if stage.lengths else batches.copying(stage)
         loss, hit = loss_and_accuracy(model, ids, target)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         seen += ids.numel()

@@ -12,8 +12,8 @@ from benchmarks.study.listed import Listed
 from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, rounded, short
 from benchmarks.study.texts import Place, window
+from sfi_core.machine.text import first_line
 from sfi_core.measure.evaluation.fidelity import Fidelity, Reference, fidelity, reference
-from sfi_core.models.load import first_line
 from sfi_core.observers.events import AuditEvent
 from sfi_core.observers.observer import NullObserver
 from sfi_core.settings.engine import AuditConfig, EngineOptions

@@ -13,7 +13,7 @@ from benchmarks.study.records import Key, short
 from benchmarks.study.texts import Place, window
 from sfi_core.engine import select
 from sfi_core.generation.generate import generate
-from sfi_core.models.load import first_line
+from sfi_core.machine.text import first_line
 from sfi_core.settings.config import SfiConfig
 from sfi_core.settings.engine import AuditConfig
 from sfi_traces.health import judge

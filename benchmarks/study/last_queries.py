@@ -37,8 +37,10 @@ def queries_kept() -> Iterator[None]:
     attend, refresh = by_request.attend, select.refresh
 
     def keeping(layer: Layer, query_BHGTD: torch.Tensor) -> torch.Tensor:
-        policy = layer.run.policy
-        for row, count in enumerate(layer.batch_pass.count if isinstance(policy, LastQueries) else ()):
+        policy, count_B = layer.run.policy, layer.batch_pass.count
+        if not isinstance(policy, LastQueries):
+            return attend(layer, query_BHGTD)
+        for row, count in enumerate(count_B):
             key, new = (layer.run.requests[row].request, layer.index), query_BHGTD[row : row + 1, :, :, -count:]
             before = policy.query_of.get(key, new[:, :, :, :0])
             policy.query_of[key] = torch.cat([before, new], 3)[:, :, :, -MOST:].clone()

@@ -12,7 +12,7 @@ from benchmarks.study.part import FAILURES, Part, Row
 from benchmarks.study.records import Key, short
 from benchmarks.study.texts import Place, window
 from sfi_core.generation.generate import generate, read_prompt
-from sfi_core.models.load import first_line
+from sfi_core.machine.text import first_line
 from sfi_core.settings.engine import EngineOptions
 
 LOSSLESS = EngineOptions(lossless=True)

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.study.texts import SHORT, Place, window
-from sfi_core.hosts.transformers import predictions
+from sfi_core.hosts.transformers import fusion, predictions
 from sfi_core.measure.evaluation.fidelity import fidelity, reference
 from sfi_core.measure.evaluation.grid import Method, at_sizes
 from sfi_core.models.load import load
@@ -80,7 +80,7 @@ class Maps:
         return ROTATED(attention, source, query_BTXD, *others)
 
 
-ROTATED = predictions.rotated
+ROTATED = fusion.rotated
 
 
 def main() -> None:
