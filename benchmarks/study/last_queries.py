@@ -40,8 +40,9 @@ def queries_kept() -> Iterator[None]:
         policy, count_B = layer.run.policy, layer.batch_pass.count
         if not isinstance(policy, LastQueries):
             return attend(layer, query_BHGTD)
-        for row, count in enumerate(count_B):
-            key, new = (layer.run.requests[row].request, layer.index), query_BHGTD[row : row + 1, :, :, -count:]
+        T = query_BHGTD.shape[3]
+        for row, count in enumerate(count_B):  # a row that has ended has no token
+            key, new = (layer.run.requests[row].request, layer.index), query_BHGTD[row : row + 1, :, :, T - count :]
             before = policy.query_of.get(key, new[:, :, :, :0])
             policy.query_of[key] = torch.cat([before, new], 3)[:, :, :, -MOST:].clone()
         return attend(layer, query_BHGTD)
