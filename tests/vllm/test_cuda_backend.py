@@ -16,7 +16,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from sfi_core.engine.ledger import RequestPass
 from sfi_core.errors import ConfigError
 from sfi_core.hosts.serving.plan import Entry, RowMatcher
-from sfi_core.hosts.serving.worker import MatchedPass
 from sfi_core.hosts.vllm import plugin
 from sfi_core.hosts.vllm.backend import Batch
 from tests.vllm.engines import GREEDY, engine, engine_of_process, tokens
@@ -94,7 +93,7 @@ def test_the_rows_behind_the_launched_ones_are_a_batch_of_their_own(launched: in
     pieces = [RequestPass.prompt(count, ends=True) for count in (1, 3, 5)]
     entries = [Entry(row, row, int(lengths[row]) - piece.count, row, piece) for row, piece in enumerate(pieces)]
     batch = Batch(common, SimpleNamespace(matcher=RowMatcher(), build_part=lambda part: part))
-    worker: Any = SimpleNamespace(enter=lambda rows, *_: MatchedPass(rows, launched))
+    worker: Any = SimpleNamespace(enter=lambda *_: None, launched=launched)
     batch.enter(worker, entries[::-1])
     if launched in {0, 3}:
         assert batch.rest is None

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NoReturn
 
@@ -78,23 +78,12 @@ class BorrowedPages(PagedView):
     grow = append
 
 
-@dataclass(frozen=True, slots=True)
-class MatchedPass:
-    """The forward pass under way, matched with the server's batch.
-
-    `rows` are the batch's: each row's first token in the batch, and its entry. The first `launched` ones, of a token
-    each, are those of the launch, padding included; the server's own attention computes the others.
-    """
-
-    rows: Sequence[tuple[int, Entry]]
-    launched: int
-
-
 class WorkerEngine:
     """The engine of one worker process over the server's cache, `store`.
 
-    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `entered` is the pass under
-    way, None in a dummy pass.
+    `run` has all decoding requests; a prompt under way has a run of its own over its slot. `rows` are the batch's in
+    the pass under way, each one's first token in the batch and its entry; None in a dummy pass. The first `launched`
+    ones, of a token each, padding included, are the launch's; the server's own attention computes the others.
     """
 
     def __init__(self, run: Run, store: BorrowedPages, launch: RowLaunch, split: int = 1) -> None:
@@ -102,13 +91,14 @@ class WorkerEngine:
         self.run, self.store, self.launch, self.split = run, store, launch, split
         run.requests = [RequestState(request=-1, finished=True) for _ in run.requests]
         self._reading: dict[int, Run] = {}
-        self.entered: MatchedPass | None = None
+        self.rows: Sequence[tuple[int, Entry]] | None = None
+        self.launched = 0
         # by the builder of attention's metadata: enters the pass that it was made for, once the plan is known
         self.built: dict[Any, Callable[[WorkerEngine, Sequence[Entry]], None]] = {}
 
     def begin(self, plan: Plan) -> None:
         """Take the scheduler's plan of the pass whose metadata has been built, and enter it."""
-        self.entered = None
+        self.rows = None
         for slot in plan.freed:
             forget(self.run, slot)
             self.run.requests[slot] = RequestState(request=-1, finished=True)
@@ -119,13 +109,13 @@ class WorkerEngine:
         for enter in built.values() if plan.entries else ():
             enter(self, plan.entries)
 
-    def enter(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor, padded: int = 0) -> MatchedPass:
-        """Enter the pass of the batch's rows; later calls return it. `table_RP` are the rows' blocks, int32.
+    def enter(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor, padded: int = 0) -> None:
+        """Enter the pass of the batch's rows, unless it has been. `table_RP` are the rows' blocks, int32.
 
         A batch that a graph may hold, of a token each, is `padded` to so many rows; 0 for another batch.
         """
-        if self.entered is not None:
-            return self.entered
+        if self.rows is not None:
+            return
         slotted, run = [(place, e) for place, (_, e) in enumerate(rows) if e.slot != NO_SLOT], self.run
         # the launch reads the server's table; what selects or learns, and prompts, do so by slot
         every = bool(run.kept or run.watchers)
@@ -138,14 +128,12 @@ class WorkerEngine:
         if decoding := {e.slot: e.request_pass for _, e in slotted if e.decode}:
             run.begin([decoding.get(slot, RequestPass()) for slot in range(self.store.batch)])
             prepare_layers(run, run.batch_pass.fast, run.requests)
-        launched = padded or sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
-        if launched:
-            entries = [entry for _, entry in rows[:launched]]
-            more = launched - len(entries)
+        self.rows, self.launched = rows, padded or sum(1 for _ in takewhile(lambda row: row[1].count == 1, rows))
+        if self.launched:
+            entries = [entry for _, entry in rows[: self.launched]]
+            more = self.launched - len(entries)
             requests = [*map(self._request, entries), *[PADDING] * more]
             self.launch.describe(requests, [*(e.slot for e in entries), *[NO_SLOT] * more])
-        self.entered = MatchedPass(rows, launched)
-        return self.entered
 
     def _copy_table(self, rows: Sequence[tuple[int, Entry]], table_RP: torch.Tensor) -> None:
         if rows:
@@ -168,10 +156,9 @@ class WorkerEngine:
 
         Queries by KV head, `options` of `Layer`. In a dummy pass no row has work, as where a graph is recorded in one.
         """
-        entered = self.entered
-        if entered is None or entered.launched:
+        if self.rows is None or self.launched:
             self.launch.attend(layer, query_XHGD, out_XHGE, table_RP, **options)
-        for first, entry in () if entered is None else entered.rows[entered.launched :]:
+        for first, entry in (self.rows or ())[self.launched :]:
             if entry.slot != NO_SLOT:
                 tokens = slice(first, first + entry.count)
                 query, out = (x[tokens].permute(1, 2, 0, 3)[None] for x in (query_XHGD, out_XHGE))
@@ -179,10 +166,10 @@ class WorkerEngine:
 
     def leave(self) -> None:
         """Leave the pass, after the model."""
-        entered, self.entered = self.entered, None
-        if entered is None:
+        rows, self.rows = self.rows, None
+        if rows is None:
             return
-        slotted = [(place, entry) for place, (_, entry) in enumerate(entered.rows) if entry.slot != NO_SLOT]
+        slotted = [(place, entry) for place, (_, entry) in enumerate(rows) if entry.slot != NO_SLOT]
         if decoding := [entry for _, entry in slotted if entry.decode]:
             self.launch.finish()
             self.launch.refresh([entry.slot for entry in decoding if entry.selects])
@@ -190,7 +177,7 @@ class WorkerEngine:
         for place, entry in slotted:
             if not entry.decode:
                 reading = self._reading[entry.slot]
-                if place < entered.launched:  # a piece of a single token
+                if place < self.launched:  # a piece of a single token
                     self.launch.end_prompt(reading, entry.slot)
                 reading.end_pass()
                 if entry.request_pass.ends_prompt:

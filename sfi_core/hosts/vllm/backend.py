@@ -61,11 +61,11 @@ class Batch:
             lambda: last_blocks(table_RP, lengths, engine.store.page_size, engine.split),
         )
         rows = [*zip(starts, matched, strict=False)]
-        launched = engine.enter(rows, table_RP, self.alone).launched
-        if 0 < launched < len(rows):
-            (first, _), (last, entry) = rows[launched], rows[-1]
+        engine.enter(rows, table_RP, self.alone)
+        if 0 < engine.launched < len(rows):
+            (first, _), (last, entry) = rows[engine.launched], rows[-1]
             tokens = slice(first, last + entry.count)
-            (part,) = split_attn_metadata([UBatchSlice(slice(launched, len(rows)), tokens)], common)
+            (part,) = split_attn_metadata([UBatchSlice(slice(engine.launched, len(rows)), tokens)], common)
             self.rest = self.builder.build_part(part), tokens
 
 
@@ -190,6 +190,12 @@ class PagedImpl(Mixin):
         if self.manages and not self.given:
             give_room(self.vllm_config, act_dtype)
 
+    @property
+    def logit_options(self) -> dict[str, Any]:
+        """The scale, soft cap and sinks of logits, as our ops take them."""
+        sink_HG = None if self.sinks is None else self.sinks.view(self.num_kv_heads, -1)
+        return {"scale": self.scale, "soft_cap": self.logits_soft_cap or None, "sink_HG": sink_HG}
+
     def pages(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View a layer's cache, [blocks, H, tokens, K|V], as keys and values: halves of each row."""
         D = self.head_size
@@ -205,20 +211,16 @@ class PagedImpl(Mixin):
         """Attend with the batch's queries, [tokens, heads, D]."""
         engine, attend = self.engine, super().forward
         batch: Batch | None = getattr(attn_metadata, "sfi", None)
-        if engine is None or batch is None or (engine.entered is None and not batch.alone):
+        if engine is None or batch is None or (engine.rows is None and not batch.alone):
             whole: torch.Tensor = attend(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
             return whole
         if not batch.alone:
             metadata, tokens = batch.rest or (attn_metadata, slice(None))
             operands = query[tokens], key[tokens], value[tokens]
             attend(layer, *operands, kv_cache, metadata, output[tokens], *args, **kwargs)
-        H = self.num_kv_heads
-        query_XHGD, out_XHGE = (x.view(len(x), H, -1, x.shape[-1]) for x in (query, output))
-        engine.attend(
-            extract_layer_index(layer.layer_name), query_XHGD, out_XHGE, batch.common.block_table_tensor,
-            scale=self.scale, soft_cap=self.logits_soft_cap or None,
-            sink_HG=None if self.sinks is None else self.sinks.view(H, -1),
-        )  # fmt: skip
+        query_XHGD, out_XHGE = (x.view(len(x), self.num_kv_heads, -1, x.shape[-1]) for x in (query, output))
+        index, table_RP = extract_layer_index(layer.layer_name), batch.common.block_table_tensor
+        engine.attend(index, query_XHGD, out_XHGE, table_RP, **self.logit_options)
         return output
 
 

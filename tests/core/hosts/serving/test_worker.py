@@ -103,7 +103,7 @@ class Server:
             self.graph = self.recorder(self._launched)  # before any plan
         self.engine.built["builder"] = lambda engine, _: engine.enter(rows, self.table, PADDED if alone else 0)
         self.engine.begin(Plan([entry for _, entry in pairs][::-1], list(freed)))
-        one, outs = self.engine.entered, []
+        outs = []
         if alone:
             query, out = self.operands
             query[:, :first] = torch.stack([query for query, *_ in new]).view(LAYERS, first, H, G, D)
@@ -113,7 +113,7 @@ class Server:
             outs = list(out[:, :first].clone())
         for layer, (query, *_) in enumerate(new if not alone else ()):
             out = torch.full((first, H, G, D), torch.nan, device=self.device)
-            for place in range(one.launched, len(rows)):
+            for place in range(self.engine.launched, len(rows)):
                 self._attend(layer, *rows[place], self.table[place], query, out)
             self.engine.attend(layer, query.view(first, H, G, D), out, self.table, **OPTIONS)
             outs.append(out)
