@@ -93,7 +93,7 @@ def weights(below, chunk_lse, lse):
 
 @triton.jit
 def logits_at(pair, g, t, valid, capacity, G: tl.constexpr):
-    """Return where the logits of positions `t` lie among [B, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
+    """Return where the logits of positions `t` lie among [slots, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
     return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & valid[None, :]
 
 
@@ -255,5 +255,5 @@ def _code_scan_sums_kernel(
         lse = log_sum(peak, total)
         tl.store(lse_ptr + (pair * chunks + own_chunk) * G + g, lse, mask=g < G)
         below = tl.minimum((lse[:, None] - in_J) * (LOG2E * FINE), DEEPEST)
-        at, mask = logits_at(pair, g, t, valid, capacity, G)
+        at, mask = logits_at(kept_pair, g, t, valid, capacity, G)
         tl.store(below_ptr + at, (below + 0.5).to(tl.int32).to(tl.uint16), mask=mask)

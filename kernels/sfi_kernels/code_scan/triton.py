@@ -49,6 +49,7 @@ def _code_scan_score_kernel(
     begin = chunk * CHUNK
     if (mode != FAST) | (stop - first <= budget) | (begin >= stop) | (begin + CHUNK <= first):
         return
+    slot_pair = own_pair(table_ptr, pair, H)
     g, t = tl.arange(0, BLOCK_G), begin + tl.arange(0, CHUNK)
     valid = (t >= first) & (t < stop)
     lse_ptr += pair * chunks * G
@@ -61,14 +62,14 @@ def _code_scan_score_kernel(
         peak, total = add_sum(peak, total, part)
     lse = log_sum(peak, total)
     tl.store(log_sum_ptr + pair * G + g, lse, mask=g < tl.where(chunk == first // CHUNK, G, 0))
-    at, mask = logits_at(pair, g, t, valid, capacity, G)
+    at, mask = logits_at(slot_pair, g, t, valid, capacity, G)
     below = tl.load(below_ptr + at, mask=mask, other=0)
     part = tl.load(lse_ptr + chunk * G + g, mask=g < G, other=float("-inf"))
     weight = weights(below, part, tl.where(g < G, lse, 0.0))
     mean = tl.sum(weight, 0) / G
     score = (mean.to(tl.int32, bitcast=True) >> DROPPED) - LOWEST
     score = tl.minimum(tl.maximum(score, 0), BINS - 1)
-    tl.store(score_ptr + pair * capacity + t, score.to(tl.uint8), mask=valid)
+    tl.store(score_ptr + slot_pair * capacity + t, score.to(tl.uint8), mask=valid)
     counts, bins = tl.histogram(score, BINS, mask=valid), tl.arange(0, BINS)
     chunk_ptr += (pair * chunks + chunk) * COLUMNS
     tl.store(chunk_ptr + bins, tl.cumsum(counts, reverse=True))
@@ -119,7 +120,7 @@ def _code_scan_choose_kernel(
     above = tl.sum(tl.load(column_ptr + 1, mask=before, other=0))
     equal = tl.sum(tl.load(column_ptr, mask=before, other=0)) - above
     # Eq. 24
-    score = tl.load(score_ptr + pair * capacity + t, mask=valid, other=0).to(tl.int32)
+    score = tl.load(score_ptr + slot_pair * capacity + t, mask=valid, other=0).to(tl.int32)
     best, tied = valid & (score > pivot), valid & (score == pivot)
     # both counts in one scan, of 16 bits each
     each = best.to(tl.int32) + tied.to(tl.int32) * 65536
@@ -130,7 +131,7 @@ def _code_scan_choose_kernel(
     tl.store(position_ptr + first + rank, t, mask=taken)
     lse = tl.load(log_sum_ptr + pair * G + g, mask=g < G, other=0.0)
     part = tl.load(lse_ptr + (pair * chunks + chunk) * G + g, mask=g < G, other=float("-inf"))
-    at, mask = logits_at(pair, g, t, valid & ~taken, capacity, G)
+    at, mask = logits_at(slot_pair, g, t, valid & ~taken, capacity, G)
     below = tl.load(below_ptr + at, mask=mask, other=0)
     unread = tl.sum(tl.where(mask, weights(below, part, lse), 0.0), 1) * rest
     logit = tl.where(unread > 0.0, lse + tl.log2(tl.where(unread > 0.0, unread, 1.0)) * LN2, float("-inf"))
@@ -179,7 +180,7 @@ def code_scan(
 ) -> Choice:  # fmt: skip
     """See `reference.code_scan`. D and E up to 256; the pseudo token's logits are in parts, one a chunk."""
     check(query_BHGD, key_PHND, value_PHNE, block_table_BP, descriptor, codes, position_BHS, length_BH)
-    (B, H, G, _), E, (*_, W, capacity) = query_BHGD.shape, value_PHNE.shape[3], codes.word_BHWT.shape
+    (B, H, G, _), E, (slots, _, W, capacity) = query_BHGD.shape, value_PHNE.shape[3], codes.word_BHWT.shape
     table, chunk = descriptor.table_BX, min(MOST_KEYS, LOGITS // triton.next_power_of_2(G))
     chunk //= 1 + (G >= MANY_HEADS)
     chunks, pairs = triton.cdiv(capacity, chunk), B * H
@@ -188,9 +189,12 @@ def code_scan(
         return query_BHGD.new_empty(B, H, *shape, dtype=dtype)
 
     factor, lse, log_sum_BHG = empty(1 + SLOTS * W, G), empty(chunks, G), empty(G)
-    below_BHGT = empty(G, capacity, dtype=torch.uint16)
-    counts, columns = (empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value)))
-    score_BHT, index_BHK = empty(capacity, dtype=torch.uint8), empty(budget, dtype=torch.int32)
+    # by slot: a server's batch may have many rows without one
+    below_BHGT = query_BHGD.new_empty(slots, H, G, capacity, dtype=torch.uint16)
+    score_BHT = query_BHGD.new_empty(slots, H, capacity, dtype=torch.uint8)
+    counts, columns, index_BHK = (
+        empty(*shape, dtype=torch.int32) for shape in ((BINS.value,), (chunks, COLUMNS.value), (budget,))
+    )
     pseudo = PseudoToken(empty(G, chunks), empty(E))
     common = {"G": G, "BLOCK_G": triton.next_power_of_2(G), "CHUNK": chunk}
     _sum(
