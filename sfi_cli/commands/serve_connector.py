@@ -68,8 +68,8 @@ class SfiConnector(PlainConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Plan:
         """Plan an engine step, and record that it begins."""
-        made = super().build_connector_meta(scheduler_output)
-        if self._recorder is not None and (entries := made.entries):
+        plan = super().build_connector_meta(scheduler_output)
+        if self._recorder is not None and (entries := plan.entries):
             self._recorder.on(
                 BeginStepEvent(
                     step=self.planner.step,
@@ -81,7 +81,7 @@ class SfiConnector(PlainConnector):
             span = self._recorder.span("engine step")
             span.__enter__()
             self._steps.append(span)
-        return made
+        return plan
 
     def get_kv_connector_stats(self) -> ServerStats | None:
         """Return the counts since the last call; vLLM calls this at the end of each engine step."""

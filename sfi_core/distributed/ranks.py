@@ -154,12 +154,12 @@ def join() -> Ranks:
     if torchrun.size() == 1:
         return ALONE
     timeout()  # a mistake in it shows now
-    them = Ranks(torchrun.number(), torchrun.size())
+    ranks = Ranks(torchrun.number(), torchrun.size())
     if not dist.is_initialized():
-        with them.guarded():
+        with ranks.guarded():
             # gloo, on every device: these ranks tell each other words, not tensors
-            dist.init_process_group("gloo", store=_store(), rank=them.number, world_size=them.size, timeout=LOADING)
-    return them
+            dist.init_process_group("gloo", store=_store(), rank=ranks.number, world_size=ranks.size, timeout=LOADING)
+    return ranks
 
 
 @cache

@@ -29,9 +29,9 @@ def writing(what: str) -> Iterator[None]:
 
 def new_file(path: Path) -> Path:
     """Make a hidden, empty file beside `path`, which nobody else has and which is no link; return its path."""
-    made = path.with_name(f".{path.name[:KEPT]}.{secrets.token_hex(4)}.tmp")
-    os.close(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    return made
+    temporary = path.with_name(f".{path.name[:KEPT]}.{secrets.token_hex(4)}.tmp")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    return temporary
 
 
 @contextmanager

@@ -71,8 +71,8 @@ def _field(path: Path, name: str) -> int | None:
 
 def _group_bytes() -> int | None:
     # what the limits of the process's control groups leave, but for files that the system would drop
-    own, left = GROUPS / (_found(OWN_GROUP, r"^0::/(.*)$") or ""), []
-    for group in (own, *own.parents):
+    process_group, left = GROUPS / (_found(OWN_GROUP, r"^0::/(.*)$") or ""), []
+    for group in (process_group, *process_group.parents):
         if limit := _found(group / "memory.max", r"^(\d+)$"):
             used = int(_found(group / "memory.current", r"(\d+)") or 0)
             left.append(int(limit) - used + int(_found(group / "memory.stat", r"^inactive_file (\d+)") or 0))

@@ -41,11 +41,11 @@ class GgufBlocks:
             # transformers parses every token of the vocabulary, at each look at the file; the config is made already
             fields = {name: field for name, field in header.fields.items() if name != "tokenizer.ggml.tokens"}
             header = replace(header, fields=fields)
-            processor = loader.TENSOR_PROCESSORS.get(header.metadata["general.architecture"], loader.TensorProcessor)
+            kind = loader.TENSOR_PROCESSORS.get(header.metadata["general.architecture"], loader.TensorProcessor)
             with replaced(gguf, {"GGUFReader": lambda _: header}):
-                made = processor(config=plain(path)["config"])
-            names = loader.get_gguf_hf_weights_map(model_to_load, made)
-            rest = [t for t in header.tensors if not self._take(t, names.get(t.name), model_to_load, made.process)]
+                processor = kind(config=plain(path)["config"])
+            names = loader.get_gguf_hf_weights_map(model_to_load, processor)
+            rest = [t for t in header.tensors if not self._take(t, names.get(t.name), model_to_load, processor.process)]
             header = replace(header, tensors=rest)
             with replaced(gguf, {"GGUFReader": lambda _: header}):
                 parsed = plain(path, return_tensors=True, model_to_load=model_to_load, **more)

@@ -93,7 +93,7 @@ def weights(below, chunk_lse, lse):
 
 @triton.jit
 def logits_at(pair, g, t, valid, capacity, G: tl.constexpr):
-    """Return where the logits of positions `t` lie among [slots, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
+    """Return where the logits at `t` lie among [slots, H, G, capacity], and which there are, [BLOCK_G, BLOCK]."""
     return (pair * G + g)[:, None] * capacity + t[None, :], (g < G)[:, None] & valid[None, :]
 
 

@@ -56,8 +56,8 @@ class StepBuffers(Descriptors):
 
     def _idle(self) -> StepDescriptor:
         idle = StepRequest(mode=IDLE, length=0, recent_start=0, packed=0, sink=0, count=0)
-        made = describe_step([idle] * self.store.batch, self._work_room(), self.device)
-        return StepDescriptor(made.buffer, self.store.batch, (), (), self.store.capacity)
+        step = describe_step([idle] * self.store.batch, self._work_room(), self.device)
+        return StepDescriptor(step.buffer, self.store.batch, (), (), self.store.capacity)
 
     @property
     def refreshes(self) -> int:

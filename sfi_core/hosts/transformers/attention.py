@@ -133,11 +133,11 @@ def mask(*args: Any, config: Any = None, **kwargs: Any) -> torch.Tensor | None:
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(_plain.get(id(config), "sdpa"))
     if make is None or (runs and kwargs.get("mask_function", causal_mask_function) is causal_mask_function):
         return None
-    made = make(*args, config=config, **kwargs)
-    if runs and made is not None and kwargs.get("local_size") is None:
+    mask = make(*args, config=config, **kwargs)
+    if runs and mask is not None and kwargs.get("local_size") is None:
         causal = sdpa_mask(*args, config=config, **{**kwargs, "mask_function": causal_mask_function})
-        return None if causal is not None and torch.equal(made, causal) else made
-    return made
+        return None if causal is not None and torch.equal(mask, causal) else mask
+    return mask
 
 
 def sfi_attention(

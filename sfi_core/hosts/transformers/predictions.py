@@ -67,10 +67,10 @@ def _noting(turn: Forward) -> Forward:
     names = inspect.signature(turn)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        made, cache = turn(*args, **kwargs), _chooses()
+        turned, cache = turn(*args, **kwargs), _chooses()
         if cache is not None:
-            cache.turns[names.bind(*args, **kwargs).arguments.get("layer_type", "")] = made
-        return made
+            cache.turns[names.bind(*args, **kwargs).arguments.get("layer_type", "")] = turned
+        return turned
 
     return forward
 

@@ -57,9 +57,9 @@ class Replays:
             self._captures = self._tables is not None
         elif recorder.can_record(session.model.device) and session.engine.graphs is not False:
             self._missed = str(refusal(session) or "")
-        told = session.ranks.exchange((self._captures, self._missed))  # every rank, or none
-        self._captures = all(captures for captures, _ in told)
-        self._missed = next((missed for _, missed in told if missed), "")
+        answers = session.ranks.exchange((self._captures, self._missed))  # every rank, or none
+        self._captures = all(captures for captures, _ in answers)
+        self._missed = next((missed for _, missed in answers if missed), "")
 
     def model(
         self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor | None = None, *, last: bool,
@@ -131,9 +131,9 @@ class Replays:
     def _begin(self, run: Run) -> StepGraphs | CompiledSteps:
         if self._tables is not None:
             return CompiledSteps(run, self._tables, self.threads, Windows(self._cache.layers))
-        made, required = recorder.make_recorder(run.device), bool(self._session.engine.graphs)
-        made, self._room = partial(self._record, made), run.store.capacity
-        return StepGraphs(run, self.planned, made, required=required, patient=self._patient)
+        record, required = recorder.make_recorder(run.device), bool(self._session.engine.graphs)
+        record, self._room = partial(self._record, record), run.store.capacity
+        return StepGraphs(run, self.planned, record, required=required, patient=self._patient)
 
     def _record(self, record: recorder.Recorder, work: recorder.Work) -> recorder.Work:
         # leave the states of layers as they were, though it takes some steps to record one

@@ -91,14 +91,14 @@ class PagedBuilder(Mixin):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **options: Any) -> Any:
         """Build vLLM's metadata without a schedule: the rows of vLLM's kernel are not known yet."""
-        made = super().build(common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or self._sfi, **options)
         engine: WorkerEngine | None = getattr(self._impl, "engine", None)
         if self._sfi and engine is not None:
-            made.sfi = batch = Batch(copy.copy(common_attn_metadata), self)
+            metadata.sfi = batch = Batch(copy.copy(common_attn_metadata), self)
             engine.built[self] = batch.enter
             if batch.alone:
                 engine.launch.rest(batch.alone)
-        return made
+        return metadata
 
     def build_part(self, common: Any) -> Any:
         """Build vLLM's metadata for a part of the batch."""

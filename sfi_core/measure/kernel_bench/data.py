@@ -47,9 +47,9 @@ class Selected(NamedTuple):
 
     def empty_like(self) -> "Selected":
         """Return the same positions with a new, poisoned segment."""
-        made = Selected(self.index_BHK, *(torch.empty_like(part) for part in self.segment))
-        made.poison()
-        return made
+        selected = Selected(self.index_BHK, *(torch.empty_like(part) for part in self.segment))
+        selected.poison()
+        return selected
 
     def poison(self) -> None:
         """Fill the segment with values that no packed row has."""
@@ -177,13 +177,13 @@ class LayerData:
         first, last = (end.to(index_BHK).expand(*index_BHK.shape[:2], -1) for end in ends)
         return torch.cat([first, index_BHK, last], 2)
 
-    def plan(self, *, programs: int | None = None, **request: Any) -> StepDescriptor:
+    def plan(self, *, programs: int | None = None, **fields: Any) -> StepDescriptor:
         """Plan a step of equal requests, with fields of `StepRequest`; it is not timed, as a plan serves all layers."""
         settings, start = self.settings, self.settings.context - self.settings.recent
-        made = StepRequest(length=settings.context, recent_start=start, sink=settings.sink, **request)
+        request = StepRequest(length=settings.context, recent_start=start, sink=settings.sink, **fields)
         programs = resident_programs(self.device) if programs is None else programs
         room = work_items(settings.batch, settings.kv_heads, programs)
-        plan = describe_step([made] * settings.batch, room, self.device)
+        plan = describe_step([request] * settings.batch, room, self.device)
         split_plan.on(self.backend)(plan, settings.kv_heads, programs)
         return plan
 
