@@ -27,9 +27,9 @@ class Broken(Triggered):
 
     def select_after(self, context: LayerContext) -> Selection | None:
         """Select as `sfi`, then break it."""
-        made = self.whole.select_after(context)
-        index = self.broken(made.index_BHK, context)
-        return None if index is None else Selection(index, made.diagnostics)
+        selection = self.whole.select_after(context)
+        index = self.broken(selection.index_BHK, context)
+        return None if index is None else Selection(index, selection.diagnostics)
 
     def broken(self, index_BHK: torch.Tensor, context: LayerContext) -> torch.Tensor | None:
         """Return other positions; None keeps those of the refresh before."""
@@ -104,9 +104,9 @@ class OtherCodes(CodeScan):
         """See `Policy.choose`."""
         codes = batch.kept
         theirs = codes._replace(word_BHWT=codes.word_BHWT.roll(1, 0))
-        made = super().choose(replace(batch, kept=theirs))
+        choice = super().choose(replace(batch, kept=theirs))
         codes.word_BHWT.copy_(theirs.word_BHWT.roll(-1, 0))
-        return made
+        return choice
 
 
 BROKEN: dict[str, type[Policy]] = {

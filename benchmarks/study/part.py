@@ -92,13 +92,13 @@ class Part(ABC):
         """Make the rows that are missing; several processes may each do some of the windows."""
         done, items = self.records.done(), self.items()
         missing = [{key for key in map(self.key, self.rows(item)) if key not in done} for item in items]
-        left, made, began = sum(map(len, missing)), 0, time.monotonic()
+        left, done, began = sum(map(len, missing)), 0, time.monotonic()
         print(f"{left} rows to make of {len(items)} items", flush=True)
         for item, pending in zip(items, missing, strict=True):
             for row in self.make(item, pending) if pending else ():
                 if self.key(row) in pending:
                     self.records.add(row)
-                    made += 1
+                    done += 1
             if pending:
                 minutes = (time.monotonic() - began) / 60
-                print(f"{item}: {made} of {left} rows made in {minutes:.0f} min", flush=True)
+                print(f"{item}: {done} of {left} rows made in {minutes:.0f} min", flush=True)

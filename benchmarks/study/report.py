@@ -62,23 +62,23 @@ class Report:
 
     def fidelity(self) -> list[Path]:
         """Write the pages of methods for each length, and the front's figure."""
-        made = []
+        pages = []
         rows = self._rows(FidelityPart)
         for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
             some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
             data = measured(some)
             about = f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, {_counts(some)}"
             if tokens >= LONG:
-                made += self._long(some, data, about, length)
+                pages += self._long(some, data, about, length)
                 continue
-            made += self._front(data, about, length)
+            pages += self._front(data, about, length)
             for name in BESIDE_THE_FIRST:
-                made += self._beside_the_first(name, data, about, length)
-        return made
+                pages += self._beside_the_first(name, data, about, length)
+        return pages
 
     def ahead(self) -> list[Path]:
         """Write the pages of choosing half a layer ahead, which have rows of their own in `ahead.jsonl`."""
-        made, rows = list[Path](), self._rows(FidelityPart, "ahead")
+        pages, rows = list[Path](), self._rows(FidelityPart, "ahead")
         named = self._listed("ahead") if rows else []
         for length, tokens in sorted({(row["length"], row["tokens"]) for row in rows}):
             some = [row for row in rows if (row["length"], row["tokens"]) == (length, tokens)]
@@ -89,8 +89,8 @@ class Report:
                  ahead.recalled(some, named)),
             ]  # fmt: skip
             about = f"{self.model}, {length} prompt and {tokens} decoded tokens, half `{self.half}`, {_counts(some)}"
-            made.append(self._page(f"ahead-{length}" + f"-{tokens}" * (tokens >= LONG), about, parts))
-        return made
+            pages.append(self._page(f"ahead-{length}" + f"-{tokens}" * (tokens >= LONG), about, parts))
+        return pages
 
     def stability(self) -> list[Path]:
         """Write page `stability` and a figure for each thing decoded and size of a support."""
@@ -108,11 +108,11 @@ class Report:
             ("KV heads by the probability on the first 4 and the last 128 positions; a head that looks there is local.",
              observed.heads(rows)),
         ]  # fmt: skip
-        made = [self._page("stability", f"{_counts(rows)}, half `{self.half}`", parts)]
+        pages = [self._page("stability", f"{_counts(rows)}, half `{self.half}`", parts)]
         for mode, size in sorted({(row["mode"], row["size"]) for row in rows}):
-            made.append(self.folder / f"stability-{mode}-{size}.png")
-            draw_stability(rows, mode, size, made[-1])
-        return made
+            pages.append(self.folder / f"stability-{mode}-{size}.png")
+            draw_stability(rows, mode, size, pages[-1])
+        return pages
 
     def lossless(self) -> list[Path]:
         """Write page `lossless`."""
