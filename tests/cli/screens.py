@@ -40,8 +40,8 @@ def screen(app) -> list[str]:
 def drawn(shown: str, width: int) -> list[str]:
     """Return the lines that a terminal has after what was written to it, those scrolled away included."""
     lines, row, column = [[" "] * width], 0, 0
-    for found in CONTROL.finditer(shown):
-        text, (number, kind) = found[0], found.groups()
+    for match in CONTROL.finditer(shown):
+        text, (number, kind) = match[0], match.groups()
         if text == "\r":
             column = 0
         elif text == "\n":
@@ -85,11 +85,11 @@ class Terminal:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
         self.before = termios.tcgetattr(self.slave)
-        own = {name: value for name, value in environment.items() if name != "COLUMNS"}
+        variables = {name: value for name, value in environment.items() if name != "COLUMNS"}
         self.process = subprocess.Popen(
             words,
             stdin=self.slave, stdout=self.slave, stderr=self.slave, start_new_session=True,
-            env={**own, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
+            env={**variables, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"},
         )  # fmt: skip
         self.shown = ""
 

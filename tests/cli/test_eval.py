@@ -301,9 +301,9 @@ def test_a_task_runs_on_the_bundled_model_and_its_results_say_what_was_read(fold
     assert result.exit_code == 0, result.output
     assert "|tiny_choice|" in result.stdout
     (file,) = (folder / "out").rglob("results_*.json")
-    found = json.loads(file.read_text())["config"]["sfi"]
-    assert (found["policy"], found["config"]["budget"]) == ("streaming-llm", 4)
-    assert 0 < found["read_ratio"] < 1
+    section = json.loads(file.read_text())["config"]["sfi"]
+    assert (section["policy"], section["config"]["budget"]) == ("streaming-llm", 4)
+    assert 0 < section["read_ratio"] < 1
     assert sys.argv is before
 
 

@@ -215,8 +215,8 @@ def test_options_win_over_the_config_file_and_that_over_the_preset(tmp_path):
 def test_a_mistake_is_one_line_and_an_exit_code(arguments, code, words, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     prompt = () if {"--prompt-file", ""} & {*arguments} else (PROMPT,)
-    got, stdout, stderr = inside("generate", *prompt, *arguments)
-    assert (got, stdout) == (code, "")
+    exit_code, stdout, stderr = inside("generate", *prompt, *arguments)
+    assert (exit_code, stdout) == (code, "")
     assert words in stderr
     assert stderr.count("\n") == 1
 
@@ -285,8 +285,8 @@ def test_a_run_whose_steps_were_not_replayed_ends_with_a_warning():
     }  # fmt: skip
     lines = report_lines(document)
     replayed = report_lines({**document, "paths": {"graph.replay": 1200, "graph.eager": 3}})
-    told = "steps        1,200 replayed as CUDA graphs, 3 one kernel after the other"
-    assert replayed == [*lines, told]
+    line = "steps        1,200 replayed as CUDA graphs, 3 one kernel after the other"
+    assert replayed == [*lines, line]
     warned = report_lines({**document, "not_replayed": "the model waits"})
     assert warned == [*lines, "warning      steps ran one kernel after the other: the model waits"]
     unpacked = report_lines({**document, "not_compiled": "a reason", "not_blocks": {"a": "b", "c": "d"}})

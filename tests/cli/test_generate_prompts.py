@@ -28,13 +28,13 @@ MARK = b"\xef\xbb\xbf"  # a byte order mark
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, monkeypatch):
     file = tmp_path / "file"
-    for data, read, found in (
+    for data, read, expected in (
         ("Once", lambda: read_prompts(None, file, None).entries, ["Once"]),
         ('{"prompt": "Once"}', lambda: read_prompts(None, None, file).entries, ["Once"]),
         ("budget = 16", lambda: read_toml(file), {"budget": 16}),
     ):
         file.write_bytes(MARK + data.encode())
-        assert read() == found
+        assert read() == expected
     for encoding in ("utf-8", "cp1252"):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(MARK + "é\r\n".encode()), encoding))
         assert read_prompts("-", None, None).entries == ["é\n"]
@@ -103,14 +103,16 @@ def test_a_batch_s_answers_are_written_by_line_and_resumed(tmp_path, monkeypatch
     assert inside(*command, str(file)) == (0, "", "")
     whole = answers(file)
     assert whole.keys() == {"a", 2, 3}
-    assert all(len(one["token_ids"]) <= 6 for one in whole.values())
+    assert all(len(answer["token_ids"]) <= 6 for answer in whole.values())
     alone = inside("generate", PROMPT, "-n", "6", "--temperature", "1.5", "--seed", "1", "-q").stdout
     assert whole[2]["text"] + "\n" == alone, "a line's seed is --seed and its place"
     row = json.dumps(whole["a"])
     other.write_text(f"{row}\n{row[:20]}", encoding="utf-8")  # an answer, and a torn one
     assert inside(*command, str(other))[0] == 2
     assert inside(*command, str(other), "--resume") == (0, "", "")
-    assert {name: one["text"] for name, one in answers(other).items()} == {n: one["text"] for n, one in whole.items()}
+    assert {name: answer["text"] for name, answer in answers(other).items()} == {
+        n: answer["text"] for n, answer in whole.items()
+    }
     done = other.read_bytes()
     assert inside(*command[:-2], "-o", str(other), "--resume") == (0, "", f"{other} has an answer to each line\n")
     assert other.read_bytes() == done
@@ -118,9 +120,9 @@ def test_a_batch_s_answers_are_written_by_line_and_resumed(tmp_path, monkeypatch
 
 def test_resume_is_refused_without_a_file_of_answers(tmp_path):
     batch, file = batch_file(tmp_path), tmp_path / "out.jsonl"
-    told = (2, "", "error: --resume must come with --batch and -o FILE.jsonl, without --json\n")
-    assert inside("generate", PROMPT, "-o", str(file), "--resume") == told
-    assert inside("generate", "--batch", str(batch), "--resume") == told
+    refusal = (2, "", "error: --resume must come with --batch and -o FILE.jsonl, without --json\n")
+    assert inside("generate", PROMPT, "-o", str(file), "--resume") == refusal
+    assert inside("generate", "--batch", str(batch), "--resume") == refusal
     file.write_text('{"text": "mine"}\n')
     code, _, error = inside("generate", "--batch", str(batch), "-o", str(file), "--resume")
     assert (code, error) == (
@@ -141,8 +143,8 @@ def test_a_device_budget_changes_where_the_cache_lies_and_no_token(tmp_path):
     assert code == 0
     document, whole = json.loads(stdout), json.loads(whole)
     assert whole["kv_tiers"] is whole["kv_device_budget"] is None
-    found, expected = ([r["token_ids"] for r in one["requests"]] for one in (document, whole))
-    assert found == expected
+    tokens, expected = ([r["token_ids"] for r in run["requests"]] for run in (document, whole))
+    assert tokens == expected
     tiers = document["kv_tiers"]
     assert document["kv_device_budget"] == "90%"
     assert tiers["allowed_bytes"] > tiers["host_bytes"] * 9 // 10  # the layer left dense is on the device
@@ -196,9 +198,9 @@ def test_what_a_line_cannot_say_is_refused_by_name(tmp_path, keys, told):
 
 
 def test_a_pipe_is_the_prompt_and_an_empty_one_is_not(monkeypatch):
-    for data, found in ((b"Once", ["Once"]), (b"", [load_example().prompt])):
+    for data, entries in ((b"Once", ["Once"]), (b"", [load_example().prompt])):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))
-        assert read_prompts(None, None, None).entries == found
+        assert read_prompts(None, None, None).entries == entries
     monkeypatch.setattr(sys, "stdin", None)
     assert read_prompts(None, None, None).expected
 

@@ -90,10 +90,10 @@ def test_a_config_file_may_have_settings_of_a_trace(tmp_path):
 
 
 def made(*words: str) -> list[str]:
-    found: list[list[str]] = []
+    commands: list[list[str]] = []
     patch = pytest.MonkeyPatch()
-    patch.setattr(job.Service, "run", lambda self: found.append(self.words()))
+    patch.setattr(job.Service, "run", lambda self: commands.append(self.words()))
     result = invoke(*words)
     patch.undo()
     assert result.exit_code == 0, result.output
-    return found[0]
+    return commands[0]

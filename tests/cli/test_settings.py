@@ -43,22 +43,22 @@ def message(*arguments: str) -> str:
 def test_set_reads_values_by_the_setting_s_type(text: str, value: object):
     config = given("generate", sets=[text]).config
     table, _, name = text.partition("=")[0].strip().rpartition(".")
-    found = getattr(getattr(config, table) if table else config, name)
-    assert (found, type(found)) == (value, type(value))
+    setting = getattr(getattr(config, table) if table else config, name)
+    assert (setting, type(setting)) == (value, type(value))
 
 
 def test_tables_around_the_config_are_set_too():
-    found = given(
+    settings = given(
         "generate",
         sets=["engine.overlap=false", "engine.prefill_chunk=7", "trace.spans=true", "sampling.top_k=5"],
         options={"audit.every": 4, "sampling.temperature": None},
     )
-    engine = found.table(EngineOptions)
+    engine = settings.table(EngineOptions)
     assert (engine.overlap, engine.graphs, engine.prefill_chunk) == (False, None, 7)
-    assert found.table(TraceTable) == TraceTable(spans=True)
-    assert found.table(AuditConfig) == AuditConfig(every=4)
-    assert found.of("sampling") == {"top_k": 5}
-    assert found.config == SfiConfig()
+    assert settings.table(TraceTable) == TraceTable(spans=True)
+    assert settings.table(AuditConfig) == AuditConfig(every=4)
+    assert settings.of("sampling") == {"top_k": 5}
+    assert settings.config == SfiConfig()
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_a_preset_yields_to_the_file_and_the_file_to_the_command_line(tmp_path: 
         "span = 3\nbudget = 32\nt_max = 8\n[selector]\nalpha = 0.25\n[engine]\noverlap = false\n"
         "prefill_chunk = 9\n[bench]\nwarm_up = 2\n[provenance]\ntrial = 1\n"
     )
-    found = given(
+    settings = given(
         "generate", preset="paper", file=file, options={"t_max": 5},
         sets=["budget=16", "budget=48", "engine.prefill_chunk=11"],
     )  # fmt: skip
     wanted = {"span": 3, "budget": 48, "t_max": 5, "selector": {"alpha": 0.25}}
-    assert found.config == SfiConfig.preset("paper").replace(**wanted)
-    engine = found.table(EngineOptions)
+    assert settings.config == SfiConfig.preset("paper").replace(**wanted)
+    engine = settings.table(EngineOptions)
     assert (engine.overlap, engine.prefill_chunk) == (False, 11)
-    assert found.said == {"budget", "t_max", "engine.prefill_chunk"}
+    assert settings.said == {"budget", "t_max", "engine.prefill_chunk"}
 
 
 def test_a_file_s_settings_of_other_commands_have_no_effect(tmp_path: Path):
@@ -188,7 +188,7 @@ def test_the_list_has_every_field_with_its_default_and_meaning():
     wanted = {}
     for table, cls in {"": SfiConfig, **TABLES}.items():
         for name, hint in get_type_hints(cls).items():
-            inner = [f"{name}.{one.name}" for one in fields(hint)] if is_dataclass(hint) else [name]
+            inner = [f"{name}.{field.name}" for field in fields(hint)] if is_dataclass(hint) else [name]
             for full in inner:
                 value = cls()
                 for part in full.split("."):
@@ -277,10 +277,10 @@ def test_doctor_tries_the_backends(monkeypatch):
     assert "backend torch   ok" in text
     result = CliRunner().invoke(cli.app, ["doctor", "--json"])
     document = json.loads(result.stdout)
-    found = {check["name"]: check["ok"] for check in document["checks"]}
+    outcomes = {check["name"]: check["ok"] for check in document["checks"]}
     assert result.exit_code == 0
-    assert found["backend torch"] is True
-    assert found["prompt bfloat16"] is found["prompt float16"] is True
+    assert outcomes["backend torch"] is True
+    assert outcomes["prompt bfloat16"] is outcomes["prompt float16"] is True
     assert {"machine", "versions", "triggers"} <= set(document)
     assert {row["trigger"] for row in document["triggers"]} == {"'.'", "'?'", "'!'", "';'", r"'\n'"}
 

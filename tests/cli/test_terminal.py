@@ -285,9 +285,9 @@ def test_what_a_stranger_wrote_into_a_trace_cannot_move_the_cursor(tmp_path):
         ("export", folder, "--format", "jsonl", "--table", "steps"),
     ):  # fmt: skip
         for more in ((), ("--json",))[: 1 + ("--play" not in command and command[0] != "export")]:
-            told = trace(*command, *more)
-            assert told.code in (0, 3), told.stderr
-            assert (told.stdout + told.stderr).replace("\n", "").isprintable(), command
+            ended = trace(*command, *more)
+            assert ended.code in (0, 3), ended.stderr
+            assert (ended.stdout + ended.stderr).replace("\n", "").isprintable(), command
 
 
 def through_main(monkeypatch: pytest.MonkeyPatch, *arguments: object, encoding: str) -> tuple[int, str]:

@@ -187,7 +187,7 @@ def test_a_tokenizer_gives_texts_and_triggers(tmp_path):
     )
     assert trace("import", path, "-o", tmp_path / "a", "--tokenizer", BUNDLED).code == 0
     document = json.loads(trace("show", tmp_path / "a", "--json").stdout)
-    assert "." in {one["token_text"] for one in document["triggers"]}
+    assert "." in {trigger["token_text"] for trigger in document["triggers"]}
     ended = trace("replay", tmp_path / "a", "--trigger", ".", "--json")
     assert [row["policy"] for row in json.loads(ended.stdout)["rows"]] == ["boundary"]
 
@@ -212,14 +212,14 @@ def test_every_reader_takes_it(imported, tmp_path):
 
 def test_a_step_read_its_own_selection_and_what_has_no_mass_shows_none(tmp_path):
     trace("import", write_npz(tmp_path / "a.npz"), "-o", tmp_path / "a", "--tokenizer", BUNDLED)
-    found = json.loads(trace("show", tmp_path / "a", "--step", "5", "--json").stdout)
-    read = found["passages"]
-    assert {one["part"] for one in read} == {"selected"}
-    own = set(selection_arrays()["positions"][5].ravel().tolist())
-    assert sum(one["tokens"] for one in read) == len(own)
-    assert (found["refreshed"], found["notes"], found["missed"]) == ([5], [], [])
-    assert found["audited"] == []
-    assert {one["mass"] for one in read} == {None}
+    document = json.loads(trace("show", tmp_path / "a", "--step", "5", "--json").stdout)
+    read = document["passages"]
+    assert {passage["part"] for passage in read} == {"selected"}
+    selection = set(selection_arrays()["positions"][5].ravel().tolist())
+    assert sum(passage["tokens"] for passage in read) == len(selection)
+    assert (document["refreshed"], document["notes"], document["missed"]) == ([5], [], [])
+    assert document["audited"] == []
+    assert {passage["mass"] for passage in read} == {None}
     shown = trace("show", tmp_path / "a", "--step", "5").stdout
     assert "Passages that it read" in shown
     for words in ("all hold", "audited", "--audit", "of all that it read"):

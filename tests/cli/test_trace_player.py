@@ -38,7 +38,7 @@ def play(trace: Trace, check, size=(100, 24), **options) -> None:
 
 
 def test_the_screen_of_a_step(trace):
-    most = next(one for one in step_words(Request(trace), 12)["passages"] if one["part"] == "selected")
+    most = next(passage for passage in step_words(Request(trace), 12)["passages"] if passage["part"] == "selected")
 
     async def check(app, pilot):
         await pilot.press("space", "right", "s", "enter", "space")

@@ -25,10 +25,10 @@ def test_a_grid_has_a_row_for_each_counterfactual_fastest_first(full):
     assert (data["heads"], data["layers"]) == (4, [0, 1])
     assert [request["steps"] for request in data["requests"]] == [60, 60]
     assert data["validation"] is None
-    own = [row for row in rows if row["recorded"]]
-    assert [(row["policy"], row["t_max"], row["budget"]) for row in own] == [("boundary", 16, 20)]
-    assert own[0]["trigger_token_ids"] == [90]
-    assert own[0]["reasons"] == {"first": 2, "trigger": 10}
+    recorded_rows = [row for row in rows if row["recorded"]]
+    assert [(row["policy"], row["t_max"], row["budget"]) for row in recorded_rows] == [("boundary", 16, 20)]
+    assert recorded_rows[0]["trigger_token_ids"] == [90]
+    assert recorded_rows[0]["reasons"] == {"first": 2, "trigger": 10}
     never = [row for row in rows if row["policy"] == "never"]
     assert {row["slow_steps"] for row in never} == {2}
     assert {row["t_max"] for row in never} == {None}
@@ -58,17 +58,17 @@ def test_budgets_beyond_the_audit_s_are_left_out_and_named(full, tmp_path):
     assert rows["budgets_left_out"] == [64, 1000]
     assert "left out budget 64, 1000: the audit recorded 24 positions; --set audit.top=1000 records as many.\n" in text
     assert "budget must be at most the audit's 24 positions, got 64" in str(refused(full, "--budget", "64"))
-    own = make_trace(tmp_path / "own", steps=20, policy="sfi", config=CONFIG | {"budget": 64})
-    found = document(own, "--t-max", "4,8")
-    assert ({row["budget"] for row in found["rows"]}, found["budget_cut_from"]) == ({24}, 64)
-    assert "budget 64 is replayed as 24: the audit recorded 24 positions" in invoke(own, "--t-max", "4,8").stdout
+    folder = make_trace(tmp_path / "own", steps=20, policy="sfi", config=CONFIG | {"budget": 64})
+    data = document(folder, "--t-max", "4,8")
+    assert ({row["budget"] for row in data["rows"]}, data["budget_cut_from"]) == ({24}, 64)
+    assert "budget 64 is replayed as 24: the audit recorded 24 positions" in invoke(folder, "--t-max", "4,8").stdout
 
 
 def test_overlaps_of_other_sizes_are_not_compared(full, real, tmp_path):
     other = change_manifest(shutil.copytree(real, tmp_path / "other"), audit={"every": 1, "top": 12, "layers": None})
-    found, text = document(full, "--against", other)["validation"], invoke(full, "--against", other).stdout
-    assert [found[name]["overlap_at_reuse"] for name in ("predicted", "measured")] == [None, None]
-    assert found["measured"]["retained_mass"] < 1
+    validation, text = document(full, "--against", other)["validation"], invoke(full, "--against", other).stdout
+    assert [validation[name]["overlap_at_reuse"] for name in ("predicted", "measured")] == [None, None]
+    assert validation["measured"]["retained_mass"] < 1
     assert "overlap: not compared, since audit.top of the two traces differs" in text
 
 
@@ -76,13 +76,13 @@ def test_trigger_sets_are_compared_by_name(full):
     """Made-up words come every ten steps: " cat" after "the", and so on."""
     sets = ("--trigger-set", "dots=. \\n", "--trigger-set", "animals=cat dog", "--trigger-set", ";")
     data = document(full, *sets, "--trigger=.", "--set=trigger_token_ids=1", "--t-max=1000")
-    found = {row["triggers"]: row for row in data["rows"]}
-    assert found["dots"]["trigger_token_ids"] == [90]
-    assert len(found["animals"]["trigger_token_ids"]) == 12  # other ids each time
-    assert found["animals"]["slow_steps"] == 2 + 24
-    assert found[";"]["trigger_token_ids"] == []
-    assert found[";"]["slow_steps"] == 2
-    assert found[". 1"]["trigger_token_ids"] == [1, 90]
+    by_triggers = {row["triggers"]: row for row in data["rows"]}
+    assert by_triggers["dots"]["trigger_token_ids"] == [90]
+    assert len(by_triggers["animals"]["trigger_token_ids"]) == 12  # other ids each time
+    assert by_triggers["animals"]["slow_steps"] == 2 + 24
+    assert by_triggers[";"]["trigger_token_ids"] == []
+    assert by_triggers[";"]["slow_steps"] == 2
+    assert by_triggers[". 1"]["trigger_token_ids"] == [1, 90]
     assert "note: no generated token matches the triggers ';'" in invoke(full, *sets).stderr
 
 
@@ -100,7 +100,7 @@ def test_an_sfi_trace_shows_what_it_measured(real):
 def test_a_prediction_beside_another_run(full, real):
     data = document(full, "--against", real)
     assert (data["rows"], data["against"]) == ([], str(real))
-    assert [one["steps"] for one in data["validation"]["requests"]] == [60, 60]
+    assert [request["steps"] for request in data["validation"]["requests"]] == [60, 60]
     text = invoke(full, "--against", real).stdout
     assert f"The setting of {real}: predicted and measured" in text
     measured = data["validation"]["measured"]["retained_mass"]
@@ -180,7 +180,7 @@ def test_diff_shows_where_the_tokens_part(recorded, other):
 def test_limits_that_hold_end_with_one_and_say_which(recorded, other):
     part_ways(other, " elsewhere")
     limits = ("first_difference<100", "equal_share<0.5", "overlap<0.9")
-    ended = trace("diff", recorded, other, *(f"--fail-if={one}" for one in limits), "--json")
+    ended = trace("diff", recorded, other, *(f"--fail-if={limit}" for limit in limits), "--json")
     value = json.loads(ended.stdout)["metrics"]["overlap"]
     assert ended.code == 1
     assert ended.stderr == (

@@ -44,8 +44,8 @@ def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_i
     """Fifteen lines: those of one request, two more for a second request."""
     lines = shown.splitlines()
     assert len(lines) <= 17
-    found = dict(line.split("  ", 1) for line in lines)
-    assert [one["kl_next_token"] for one in document["disagreements"]] == sorted(
+    texts = dict(line.split("  ", 1) for line in lines)
+    assert [disagreement["kl_next_token"] for disagreement in document["disagreements"]] == sorted(
         (row["kl_next_token"] for row in rows(Trace.open(recorded), "logits") if not row["argmax_agrees"]), reverse=True
     )
     worst = document["disagreements"][0]
@@ -60,18 +60,18 @@ def test_one_screen_says_what_ran_what_full_attention_would_have_said_and_what_i
         ("tokens/s", "with the audit's work; record without it for the speed"),
         ("more", "--full has every table"),
     ):
-        assert words in found[name], (name, found)
+        assert words in texts[name], (name, texts)
 
 
 def test_the_tables_have_the_documents_numbers(recorded, document):
     text = trace("show", recorded, "--full").stdout
-    kept = document["audit"]["heads"][0]
+    head = document["audit"]["heads"][0]
     kinds = {kind["kind"]: kind for kind in document["latency"]["kinds"]}
     for words in (
         "made-up (Qwen3ForCausalLM), torch on cpu",
         f"{document['stability']['within']['mean']:.3f}",
         f"{document['stability']['across']['p95']:.3f}",
-        f"{kept['retained_mass']['mean']:.3f} in layer {kept['layer']} head {kept['head']}",
+        f"{head['retained_mass']['mean']:.3f} in layer {head['layer']} head {head['head']}",
         f"KL {document['logits']['kl_next_token']['mean']:.4f} nats",
         f"lambda* is clipped in {document['selections']['clipped_share']:.1%}",
         f"{kinds['fast']['p99_us']:,.1f} us",
@@ -85,8 +85,8 @@ def test_the_tables_have_the_documents_numbers(recorded, document):
 @pytest.mark.exhaustive
 def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
     folder = make_trace(tmp_path / "run", steps=30, policy="freekv")
-    text, told = (trace("show", folder, *way).stdout for way in (["--full"], ["--json"]))
-    document = json.loads(told)
+    text, json_text = (trace("show", folder, *way).stdout for way in (["--full"], ["--json"]))
+    document = json.loads(json_text)
     drift = document["drift"]["bins"][3]
     lines = [line.split() for line in text.splitlines()]
     assert ["5-8", f"{drift['mean']:.3f}", str(drift["n"])] in lines
@@ -95,8 +95,8 @@ def test_what_was_observed_corrected_and_recalled_is_in_the_tables(tmp_path):
     cosine = document["query_cosine"]
     shares = [f"{share:.1%}" for share in cosine["below"]]
     assert ["all", f"{cosine['mean']:.3f}", f"{cosine['min']:.3f}", *shares, "116"] in lines
-    found = document["corrections"]
-    counts = [f"{found['share']:.1%}", str(found["corrected"]), str(found["n"])]
+    corrections = document["corrections"]
+    counts = [f"{corrections['share']:.1%}", str(corrections["corrected"]), str(corrections["n"])]
     assert ["all", *counts] in lines
     recalled = document["recalls"]
     assert f"recalled from the host: {recalled['step_bytes']:,.0f} bytes a step" in text
@@ -115,8 +115,8 @@ def test_what_is_missing_is_said_with_its_option(tmp_path):
 
 
 def test_one_request_and_layer_are_shown(recorded):
-    own = json.loads(trace("show", recorded, "--request", 1, "--layer", 0, "--json").stdout)
-    assert own["steps"]["steps"] == 30
+    data = json.loads(trace("show", recorded, "--request", 1, "--layer", 0, "--json").stdout)
+    assert data["steps"]["steps"] == 30
     ended = trace("show", recorded, "--request", 7)
     assert (ended.code, ended.stdout) == (2, "")
     assert ended.stderr == "error: request must be one of 0 to 1, got 7\n"

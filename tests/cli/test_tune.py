@@ -63,7 +63,7 @@ def test_the_space_and_the_figure_are_those_of_the_options(full, folder):
         "--plot", "front.png",
     )  # fmt: skip
     assert (folder / "front.png").read_bytes().startswith(b"\x89PNG")
-    assert [one["name"] for one in data["trigger_sets"]] == ["stops", "words"]
+    assert [trigger_set["name"] for trigger_set in data["trigger_sets"]] == ["stops", "words"]
     for row in data["front"]:
         assert row["budget"] in (5, 10)
         assert 4 <= row["t_max"] <= 9

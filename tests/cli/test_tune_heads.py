@@ -32,10 +32,10 @@ def test_texts_make_a_head_file_and_a_document(folder):
     assert sizes == dict.fromkeys(range(4), 1)
     assert document["texts"] * 40 == document["tokens"]
     assert document["steps"] == document["texts"] * (40 - 8)
-    for one in document["layers"]:
-        S = one["similarity"]
+    for layer in document["layers"]:
+        S = layer["similarity"]
         assert S[0][0] == S[1][1] == 1
-        assert S[0][1] == S[1][0] == one["similarity_within"]
+        assert S[0][1] == S[1][0] == layer["similarity_within"]
         assert 0 < S[0][1] < 1
 
 

@@ -131,9 +131,9 @@ def _request(
                 place = (layer, head)
                 old = tops.get(place)
                 moved = TOP if old is None else 10 if boundary else 2
-                kept = rng.sample(old, TOP - moved) if old else []
-                free = sorted(set(range(context)) - set(kept))
-                top = sorted(kept + rng.sample(free, moved))
+                shared = rng.sample(old, TOP - moved) if old else []
+                free = sorted(set(range(context)) - set(shared))
+                top = sorted(shared + rng.sample(free, moved))
                 raw = [rng.random() ** 3 + 0.01 for _ in top]
                 mass = [0.9 * value / sum(raw) for value in raw]
                 if audited:

@@ -73,7 +73,7 @@ def rewrite(folder: Path, table: str, change) -> None:
 
 def redact(folder: Path) -> Path:
     shutil.rmtree(folder / "prompts", ignore_errors=True)
-    rewrite(folder, "steps", lambda found: [row | {"token_id": None, "token_text": None} for row in found])
+    rewrite(folder, "steps", lambda steps: [row | {"token_id": None, "token_text": None} for row in steps])
     prompts = [p | {"sha256": None} for p in json.loads((folder / MANIFEST).read_text())["prompts"]]
     return change_manifest(folder, redacted=True, prompts=prompts)
 
@@ -103,10 +103,10 @@ def outcome(**values) -> Outcome:
     return Outcome(**dict.fromkeys(Outcome.__slots__, 0) | values)
 
 
-def assert_spread(found: dict, values: list[float]) -> None:
-    assert found["n"] == len(values)
+def assert_spread(spread: dict, values: list[float]) -> None:
+    assert spread["n"] == len(values)
     expected = {
         "mean": np.mean(values), "sd": np.std(values, ddof=1), "min": min(values), "max": max(values),
         "p5": np.quantile(values, 0.05), "p50": np.quantile(values, 0.5), "p95": np.quantile(values, 0.95),
     }  # fmt: skip
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert {name: spread[name] for name in expected} == pytest.approx(expected, abs=1e-6)

@@ -38,8 +38,8 @@ def test_a_whole_trace_is_sound(tmp_path, policy):
     document = checked(trace.path)
     assert (document["sound"], document["problems"], document["notes"]) == (True, [], [])
     assert document["steps_checked"]
-    assert {one["table"]: one["rows"] for one in document["tables"]} == counts
-    assert {one["table"]: one["expected_rows"] for one in document["tables"]} == counts
+    assert {table["table"]: table["rows"] for table in document["tables"]} == counts
+    assert {table["table"]: table["expected_rows"] for table in document["tables"]} == counts
     steps = [{"request": request, "steps": 30, "last_step": 29} for request in range(2)]
     assert document["recorded"] == steps
 

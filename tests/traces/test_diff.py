@@ -77,21 +77,21 @@ def test_supports_are_compared_at_equal_steps_up_to_the_first_difference(pair, r
         wanted = request_only in (None, number) and step < (24, 40)[number]
         if wanted and key in lists[1]:
             expected[layer].append(overlap(positions, lists[1][key]))
-    found = compare(*pair, request_only)["supports"]
-    assert_spread(found["overlap"], [value for values in expected.values() for value in values])
-    assert [one["layer"] for one in found["layers"]] == sorted(expected)
-    for one in found["layers"]:
-        assert_spread(one["overlap"], expected[one["layer"]])
+    supports = compare(*pair, request_only)["supports"]
+    assert_spread(supports["overlap"], [value for values in expected.values() for value in values])
+    assert [row["layer"] for row in supports["layers"]] == sorted(expected)
+    for row in supports["layers"]:
+        assert_spread(row["overlap"], expected[row["layer"]])
 
 
 def test_supports_of_other_sizes_are_not_compared(pair):
     """Their overlap would be too high."""
     wide = Trace(pair[0].path, pair[0].manifest | {"audit": pair[0].manifest["audit"] | {"top": TOP + 1}})
-    found = compare(wide, pair[1])
-    assert found["supports"] is None
-    assert set(found["settings"]["audit.top"].values()) == {TOP, TOP + 1}
+    document = compare(wide, pair[1])
+    assert document["supports"] is None
+    assert set(document["settings"]["audit.top"].values()) == {TOP, TOP + 1}
     with pytest.raises(TraceError, match=r"needs overlap, .* and one audit.top"):
-        Limit.parse("overlap<0.9").meets(found)
+        Limit.parse("overlap<0.9").meets(document)
 
 
 def test_selections_are_compared_where_both_have_positions(tmp_path):
@@ -113,32 +113,32 @@ def test_selections_are_compared_where_both_have_positions(tmp_path):
 
 def test_numbers_of_both_and_their_ratios(pair, document):
     times = [{True: [], False: []} for _ in pair]
-    for trace, one in zip(pair, times, strict=True):
+    for trace, elapsed in zip(pair, times, strict=True):
         for row in rows(trace, "steps"):
             if row["step"]:
-                one[row["slow"]].append(row["elapsed_us"])
+                elapsed[row["slow"]].append(row["elapsed_us"])
     assert document["a"]["slow_p50_us"] == pytest.approx(np.median(times[0][True]))
     assert document["a"]["fast_p50_us"] is None
     ratio = np.median(times[1][True]) / np.median(times[0][True])
     assert document["ratios"]["slow_p50_us"] == pytest.approx(ratio)
     assert document["ratios"]["fast_p50_us"] is None
-    speeds = [1e6 * sum(len(v) for v in one.values()) / sum(sum(v) for v in one.values()) for one in times]
+    speeds = [1e6 * sum(len(v) for v in elapsed.values()) / sum(sum(v) for v in elapsed.values()) for elapsed in times]
     assert document["ratios"]["tokens_per_second"] == pytest.approx(speeds[1] / speeds[0])
     fast = {(r["request"], r["step"]) for r in rows(pair[1], "steps") if not r["slow"]}
-    kept = [r["retained_mass"] for r in rows(pair[1], "supports") if (r["request"], r["step"]) in fast]
+    masses = [r["retained_mass"] for r in rows(pair[1], "supports") if (r["request"], r["step"]) in fast]
     assert (document["a"]["retained_mass"], document["a"]["lambda_star"]) == (None, None)
-    assert document["b"]["retained_mass"] == pytest.approx(np.mean(kept))
+    assert document["b"]["retained_mass"] == pytest.approx(np.mean(masses))
     assert document["a"]["reasons"] == {"full-kv": 80}
     assert document["b"]["reasons"] == {"trigger": 8, "first": 2}
 
 
 def test_settings_that_differ_are_named(own):
-    found = compare(*own)["settings"]
-    assert found == {"policy": {"a": "full-kv", "b": "sfi"}, "t_max": {"a": 16, "b": 8}}
+    settings = compare(*own)["settings"]
+    assert settings == {"policy": {"a": "full-kv", "b": "sfi"}, "t_max": {"a": 16, "b": 8}}
     change_manifest(own[1].path, config=CONFIG | {"selector": {"lambda_clip": 0.3}}, seed=4)
-    found = compare(own[0], Trace.open(own[1].path))["settings"]
-    assert found["selector.lambda_clip"] == {"a": 0.02, "b": 0.3}
-    assert found["seed"] == {"a": None, "b": 4}
+    settings = compare(own[0], Trace.open(own[1].path))["settings"]
+    assert settings["selector.lambda_clip"] == {"a": 0.02, "b": 0.3}
+    assert settings["seed"] == {"a": None, "b": 4}
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_a_trace_beside_itself_differs_in_nothing(pair):
 
 
 def changed(folder, table: str, changes: dict[tuple[int, int, int], dict]) -> Trace:
-    found = rows(Trace.open(folder), table)
-    places = [(row["step"], row["layer"], row["head"]) for row in found]
-    write_part(folder, table, [row | changes.get(place, {}) for row, place in zip(found, places, strict=True)])
+    originals = rows(Trace.open(folder), table)
+    places = [(row["step"], row["layer"], row["head"]) for row in originals]
+    write_part(folder, table, [row | changes.get(place, {}) for row, place in zip(originals, places, strict=True)])
     return Trace.open(folder)
 
 
@@ -208,8 +208,8 @@ def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     first, second = (make_trace(tmp_path / name, steps=20, policy="sfi") for name in "ab")
     trace = Trace.open(first)
     assert compare(trace, Trace.open(second))["requests"][0]["first_layer"] is None
-    kept = next(r for r in rows(trace, "supports") if (r["step"], r["layer"], r["head"]) == (4, 1, 0))
-    mass = kept["retained_mass"]
+    support = next(r for r in rows(trace, "supports") if (r["step"], r["layer"], r["head"]) == (4, 1, 0))
+    mass = support["retained_mass"]
     other = changed(second, "supports", {
         (4, 1, 0): {"retained_mass": mass + SAME_MASS / 2}, (7, 1, 0): others(1, 2),
         (7, 1, 1): others(3), (8, 0, 0): others(1),
@@ -217,9 +217,9 @@ def test_the_first_layer_that_differs_is_the_lowest_of_the_first_step(tmp_path):
     place = {"table": "supports", "step": 7, "layer": 1, "heads": [0, 1], "positions": True}
     assert compare(trace, other)["requests"][0]["first_layer"] == place
     other = changed(second, "supports", {(4, 1, 0): {"retained_mass": mass + 2 * SAME_MASS}})
-    found = compare(trace, other)
-    assert found["requests"][0]["first_layer"] == {**place, "step": 4, "heads": [0], "positions": False}
-    assert [found["metrics"][name] for name in ("first_layer_step", "first_layer")] == [4, 1]
+    document = compare(trace, other)
+    assert document["requests"][0]["first_layer"] == {**place, "step": 4, "heads": [0], "positions": False}
+    assert [document["metrics"][name] for name in ("first_layer_step", "first_layer")] == [4, 1]
     other = changed(second, "selections", {(0, 0, 1): {"positions": [9]}})
     assert compare(trace, other)["requests"][0]["first_layer"] == {
         **place, "table": "selections", "step": 0, "layer": 0, "heads": [1],

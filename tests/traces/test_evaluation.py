@@ -59,8 +59,8 @@ def window(method="sfi", *, number=0, kl=(0.0, 0.5, 0.25), **changes):
 
 def opened(path, rows=()):
     results = ResultsFolder.create(path, MANIFEST, force=False)
-    for one in rows:
-        results.append("samples", one)
+    for sample in rows:
+        results.append("samples", sample)
     return results
 
 
@@ -76,8 +76,8 @@ def test_a_folder_resumed_after_a_torn_line_ends_as_an_uninterrupted_one(tmp_pat
     resumed = ResultsFolder.resume(torn.path)
     assert resumed.rows["samples"] == rows[:2]
     resumed.begin()
-    for one in rows[2:]:
-        resumed.append("samples", one)
+    for sample in rows[2:]:
+        resumed.append("samples", sample)
     assert file.read_bytes() == (whole.path / "samples.jsonl").read_bytes()
     whole.leave()
     assert resumed.rows == whole.rows == ResultsFolder.resume(whole.path).rows
@@ -113,14 +113,14 @@ def test_a_damaged_line_is_named_and_the_other_rows_are_kept(tmp_path, line, fau
         file.write(line + b"\n" + json.dumps(row(seed=2)).encode() + b"\n")
     results.leave()
     resumed = ResultsFolder.resume(results.path)
-    (told,) = resumed.damaged
-    assert re.search(rf"samples\.jsonl, line 2: .*{fault}", told)
-    assert [one["seed"] for one in resumed.rows["samples"]] == [0, 2]
+    (message,) = resumed.damaged
+    assert re.search(rf"samples\.jsonl, line 2: .*{fault}", message)
+    assert [sample["seed"] for sample in resumed.rows["samples"]] == [0, 2]
     resumed.begin()
     resumed.append("samples", row(seed=1))
     resumed.leave()
     again = ResultsFolder.resume(results.path)
-    assert ([one["seed"] for one in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
+    assert ([sample["seed"] for sample in again.rows["samples"]], again.damaged) == ([0, 2, 1], [])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_rows_of_a_closed_folder_are_in_the_order_of_an_uninterrupted_run(tm
     (method,) = at_sizes([Method.parse("sfi")], shares=[0.1])
     task, length = (row()[name] for name in ("task", "length"))
     results.close(None, [Cell(method=method, length=length, number=seed, task=task) for seed in range(4)])
-    assert [one["seed"] for one in results.rows["samples"]] == [0, 2, 3]
+    assert [sample["seed"] for sample in results.rows["samples"]] == [0, 2, 3]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no record locks")
@@ -192,9 +192,9 @@ def test_a_folder_has_one_process_at_a_time(tmp_path):
 def test_a_summary_is_the_mean_of_its_samples():
     scores, reference = [1.0, 0.0, 1.0], [1.0, 1.0, 0.5]
     rows = [
-        one
+        sample
         for seed in range(3)
-        for one in (
+        for sample in (
             row("full-kv", size="all", seed=seed, score=reference[seed], read_ratio=1.0),
             row(seed=seed, score=scores[seed], read_ratio=0.1 * seed),
         )
@@ -213,16 +213,16 @@ def test_a_summary_is_the_mean_of_its_samples():
 
 
 def test_failures_are_counted_and_in_no_mean():
-    (one,) = summarize([row(score=0.5), failed(seed=1), failed(seed=2)])
-    assert (one["n"], one["failed"], one["error"], one["score"]) == (1, 2, "no memory", 0.5)
+    (summary,) = summarize([row(score=0.5), failed(seed=1), failed(seed=2)])
+    assert (summary["n"], summary["failed"], summary["error"], summary["score"]) == (1, 2, "no memory", 0.5)
     (nothing,) = summarize([failed()])
     assert (nothing["n"], nothing["score"], nothing["low"], nothing["read"]) == (0, None, None, None)
 
 
 def test_a_difference_is_over_the_samples_that_both_have():
     rows = [row("full-kv", size="all", seed=1, score=0.25), row(seed=0, score=0.0), row(seed=1, score=1.0)]
-    assert [one["difference"] for one in summarize(rows)] == [0.0, 0.75]
-    assert [one["difference"] for one in summarize(rows[1:])] == [None]
+    assert [summary["difference"] for summary in summarize(rows)] == [0.0, 0.75]
+    assert [summary["difference"] for summary in summarize(rows[1:])] == [None]
 
 
 def test_fidelity_is_over_all_windows_but_for_their_first_steps():

@@ -105,35 +105,35 @@ def test_slices_of_a_track_lie_within_each_other_or_apart(tmp_path):
 def test_every_span_is_on_the_track_of_its_stream(trace):
     names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
     assert sorted(names.values()) == ["main", "steps of request 0"]
-    found = Counter(
+    slices = Counter(
         (e["name"], e["args"]["step"], e["args"].get("layer"), e["args"].get("bytes"), e["ts"], e["dur"])
         for e in events(trace, "X")
         if names[e["tid"]] == "main"
     )
     spans = rows(trace, "timings")
-    assert sum(found.values()) == len(spans)
+    assert sum(slices.values()) == len(spans)
     for span in spans:
         begin, end = span["begin_us"], span["begin_us"] + span["elapsed_us"]
         key = (span["name"], span["step"], span["layer"], span["bytes"], round(begin, 3))
-        near = [one for one in found if one[:5] == key]
-        assert [one[5] for one in near] == pytest.approx([end - begin], abs=0.002)
+        near = [event for event in slices if event[:5] == key]
+        assert [event[5] for event in near] == pytest.approx([end - begin], abs=0.002)
 
 
 def test_steps_are_slow_or_fast(trace):
     steps = rows(trace, "steps")
-    found = [event for event in events(trace, "X") if event["tid"] == 1]
-    assert [e["name"] for e in found] == ["slow" if s["slow"] else "fast" for s in steps]
-    assert [e["cat"] for e in found] == [e["name"] for e in found]
-    assert {(e["name"], e["cname"]) for e in found} == {("slow", "terrible"), ("fast", "good")}
-    assert [e["args"]["step"] for e in found] == [s["step"] for s in steps]
-    assert [e["args"]["attended_tokens"] for e in found] == [s["attended_tokens"] for s in steps]
-    assert found[9]["args"]["reason"] == "trigger"
-    assert "reason" not in found[1]["args"]
+    slices = [event for event in events(trace, "X") if event["tid"] == 1]
+    assert [e["name"] for e in slices] == ["slow" if s["slow"] else "fast" for s in steps]
+    assert [e["cat"] for e in slices] == [e["name"] for e in slices]
+    assert {(e["name"], e["cname"]) for e in slices} == {("slow", "terrible"), ("fast", "good")}
+    assert [e["args"]["step"] for e in slices] == [s["step"] for s in steps]
+    assert [e["args"]["attended_tokens"] for e in slices] == [s["attended_tokens"] for s in steps]
+    assert slices[9]["args"]["reason"] == "trigger"
+    assert "reason" not in slices[1]["args"]
 
 
 def test_spans_of_a_rank_stay_in_its_process(tmp_path):
     folder = make_trace(tmp_path / "run", steps=25, sentence=9, policy="sfi", ranks=2)
-    rewrite(folder, "timings", lambda found: [row | {"rank": rank} for row in found for rank in (0, 1)])
+    rewrite(folder, "timings", lambda timings: [row | {"rank": rank} for row in timings for rank in (0, 1)])
     both = Trace.open(folder)
     ranked = Counter(1 + row["rank"] for row in rows(both, "timings"))
     assert Counter(e["pid"] for e in events(both, "X") if e["name"] not in ("slow", "fast")) == ranked
@@ -157,8 +157,8 @@ def test_a_span_on_another_stream_has_a_track_of_its_own_and_does_not_lengthen_t
     trace = Trace.open(write_trace(tmp_path / "run", {"steps": steps, "timings": [*given, late]}))
     names = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
     assert names == {1: "steps of request 0", 2: "main", 3: "stream 1"}
-    found = [(e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == 1]
-    assert found == [(0.0, 10.0), (10.0, 8.0)]
+    slices = [(e["ts"], e["dur"]) for e in events(trace, "X") if e["tid"] == 1]
+    assert slices == [(0.0, 10.0), (10.0, 8.0)]
 
 
 def test_a_redacted_trace_has_a_timeline_without_text(tmp_path):

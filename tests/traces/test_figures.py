@@ -86,7 +86,7 @@ def test_the_lag_figure_is_scaled_to_its_data_and_draws_chance(sfi):
     low, high = axes.get_ylim()
     sizes = (sfi.supports.position_NUK >= 0).sum(-1) / sfi.supports.length_N[:, None]
     drawn = np.concatenate(
-        [[sizes.mean()], *(one for line in lag_lines(sfi) for one in (line.low, line.high, line.mean))]
+        [[sizes.mean()], *(values for line in lag_lines(sfi) for values in (line.low, line.high, line.mean))]
     )
     assert low == pytest.approx(max(0, drawn.min() - 0.06 * np.ptp(drawn)))
     assert high == pytest.approx(min(1, drawn.max() + 0.06 * np.ptp(drawn)))

@@ -131,18 +131,18 @@ def judged(folder, tables: Tables, config: dict[str, Any] | None = None, **manif
     return judge(Request.of(trace))
 
 
-def tripped(found: dict) -> set[str]:
-    return {one["rule"] for one in found["findings"]}
+def tripped(verdict: dict) -> set[str]:
+    return {finding["rule"] for finding in verdict["findings"]}
 
 
-def not_judged(found: dict) -> dict[str, str]:
-    return {one["rule"]: one["reason"] for one in found["not_judged"]}
+def not_judged(verdict: dict) -> dict[str, str]:
+    return {rule["rule"]: rule["reason"] for rule in verdict["not_judged"]}
 
 
 def test_a_sound_trace_trips_no_rule_and_all_are_judged(tmp_path):
-    found = judged(tmp_path / "run", sound())
-    assert (found["findings"], found["not_judged"], found["sound"]) == ([], [], True)
-    assert {one["rule"] for one in found["judged"]} == set(BY_NAME)
+    verdict = judged(tmp_path / "run", sound())
+    assert (verdict["findings"], verdict["not_judged"], verdict["sound"]) == ([], [], True)
+    assert {rule["rule"] for rule in verdict["judged"]} == set(BY_NAME)
 
 
 @pytest.mark.parametrize("name", [rule.name for rule in RULES])
@@ -151,10 +151,10 @@ def test_each_rule_is_tripped_by_its_trace(name, tmp_path, monkeypatch):
     change, config = BROKEN[name]
     tables = sound()
     change(tables)
-    found = judged(tmp_path / "run", tables, config)
-    (finding,) = [one for one in found["findings"] if one["rule"] == name]
+    verdict = judged(tmp_path / "run", tables, config)
+    (finding,) = [row for row in verdict["findings"] if row["rule"] == name]
     assert finding["value"] >= finding["threshold"] == BY_NAME[name].threshold
-    assert not found["sound"]
+    assert not verdict["sound"]
     assert line(finding).startswith(f"{name}: ")
     assert "{" not in line(finding)
 
@@ -163,9 +163,9 @@ def test_heads_of_a_cluster_may_select_the_same(tmp_path):
     """SyncKV's representative head selects for the others: its default has one cluster of two KV heads."""
     tables = sound()
     BROKEN["selection_same"][0](tables)
-    found = judged(tmp_path / "run", tables, policy="synckv")
-    assert "selection_same" not in tripped(found)
-    assert "share a selection" in not_judged(found)["selection_same"]
+    verdict = judged(tmp_path / "run", tables, policy="synckv")
+    assert "selection_same" not in tripped(verdict)
+    assert "share a selection" in not_judged(verdict)["selection_same"]
 
 
 def test_a_share_of_the_first_steps_is_said_to_be_theirs_beside_that_of_all(tmp_path):
@@ -173,8 +173,8 @@ def test_a_share_of_the_first_steps_is_said_to_be_theirs_beside_that_of_all(tmp_
     tables = sound()
     for at, row in enumerate(tables["logits"]):
         row["argmax_agrees"] = at not in (1, 5, 9, 20, 30)
-    found = judged(tmp_path / "run", tables)
-    (finding,) = [one for one in found["findings"] if one["rule"] == "fast_disagrees"]
+    verdict = judged(tmp_path / "run", tables)
+    (finding,) = [row for row in verdict["findings"] if row["rule"] == "fast_disagrees"]
     share = f"{100 * 5 / len(tables['logits']):.1f} % of all {len(tables['logits'])}; request 0"
     assert finding["message"].startswith("16 % of the first 32 fast steps have another")
     assert finding["message"].endswith(f"({share})")
@@ -182,10 +182,10 @@ def test_a_share_of_the_first_steps_is_said_to_be_theirs_beside_that_of_all(tmp_
 
 def test_a_drop_that_is_no_more_than_noise_is_no_drift(tmp_path):
     tables = sound()
-    kept = [row for row in tables["logits"] if row["step"] < 36][:30]
-    for at, row in enumerate(kept):  # 9 of 10 agree first, 7 of 10 last
+    logits = [row for row in tables["logits"] if row["step"] < 36][:30]
+    for at, row in enumerate(logits):  # 9 of 10 agree first, 7 of 10 last
         row["argmax_agrees"] = at not in (3, 20, 24, 27)
-    tables["logits"] = kept
+    tables["logits"] = logits
     assert "drift_agreement" not in tripped(judged(tmp_path / "run", tables))
 
 
@@ -216,10 +216,10 @@ def test_a_lone_head_that_drops_the_most_probable_position_in_half_of_the_steps_
 
 def test_what_was_not_recorded_is_not_judged_and_says_what_records_it(tmp_path):
     tables = {"steps": sound()["steps"]}
-    found = judged(tmp_path / "run", tables)
-    assert {one["rule"] for one in found["judged"]} == {"never_fast", "trigger_never", "trigger_always"}
-    assert "--audit" in not_judged(found)["top_1_dropped"]
-    assert "trace.positions" in not_judged(found)["selection_same"]
+    verdict = judged(tmp_path / "run", tables)
+    assert {rule["rule"] for rule in verdict["judged"]} == {"never_fast", "trigger_never", "trigger_always"}
+    assert "--audit" in not_judged(verdict)["top_1_dropped"]
+    assert "trace.positions" in not_judged(verdict)["selection_same"]
     short = judged(tmp_path / "short", {"steps": tables["steps"][:20]})
     assert not_judged(short)["trigger_never"] == "it takes 200 tokens, got 20"
 
@@ -229,9 +229,9 @@ def test_how_far_back_a_selection_reached_is_not_judged_without_its_positions(tm
     unread(1000, 0.06)(tables)
     assert tripped(judged(tmp_path / "known", tables)) == set()
     each("selections", positions=None)(tables)
-    found = judged(tmp_path / "unknown", tables)
-    assert tripped(found) == set()
-    assert "trace.positions" in not_judged(found)["look_back"]
+    verdict = judged(tmp_path / "unknown", tables)
+    assert tripped(verdict) == set()
+    assert "trace.positions" in not_judged(verdict)["look_back"]
     each("selections", selected=0, positions=[])(tables)  # as streaming-llm
     assert "look_back" in tripped(judged(tmp_path / "none", tables))
 
@@ -259,13 +259,13 @@ def test_an_unreadable_trace_has_no_news(tmp_path):
 def test_triggers_of_another_package_s_policy_are_judged_where_its_steps_ask_them(tmp_path, reason):
     """The package need not be installed where the trace is read."""
     steps = [row | {"trigger": False, "reason": reason if row["slow"] else ""} for row in sound()["steps"]]
-    found = judge(
+    verdict = judge(
         Request.of(Trace.open(write_trace(tmp_path / "run", {"steps": steps}, policy="theirs", config=CONFIG)))
     )
     if reason == "its-own":
-        assert not_judged(found)["trigger_never"] == "theirs has no trigger"
+        assert not_judged(verdict)["trigger_never"] == "theirs has no trigger"
     else:
-        assert "trigger_never" in tripped(found)
+        assert "trigger_never" in tripped(verdict)
 
 
 def run(folder, **config) -> set[str]:
@@ -309,8 +309,8 @@ def broken_logits(select, logits, *rest, **options) -> tuple[torch.Tensor, torch
 
 
 def test_a_sound_run_trips_no_rule_of_the_selection(tmp_path):
-    found = run(tmp_path / "run")
-    assert not [name for name in found if name.startswith(("selection", "evidence", "sink"))]
+    rules = run(tmp_path / "run")
+    assert not [name for name in rules if name.startswith(("selection", "evidence", "sink"))]
 
 
 @pytest.mark.parametrize(
@@ -326,5 +326,5 @@ def test_a_sound_run_trips_no_rule_of_the_selection(tmp_path):
 )
 def test_a_broken_selector_is_told(change, names, monkeypatch, tmp_path):
     break_selector(monkeypatch, change)
-    found = run(tmp_path / "run")
-    assert names <= found
+    rules = run(tmp_path / "run")
+    assert names <= rules

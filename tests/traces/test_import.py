@@ -39,9 +39,9 @@ def sets_of(arrays: dict) -> dict[tuple[int, int], list[int]]:
 
 
 def assert_supports_are(trace: Trace, sets: dict[tuple[int, int], list[int]]) -> None:
-    found = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
-    assert {key: row["positions"] for key, row in found.items()} == sets
-    for (step, layer), row in found.items():
+    supports = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
+    assert {key: row["positions"] for key, row in supports.items()} == sets
+    for (step, layer), row in supports.items():
         before = None if step == 0 else overlap(sets[step - 1, layer], sets[step, layer])
         assert row["overlap_previous_step"] == (before and pytest.approx(before))
 
@@ -52,10 +52,10 @@ def test_an_indexer_s_positions_are_supports_and_selections(tmp_path):
     sets = sets_of(arrays)
     assert_supports_are(trace, sets)
     for row in rows(trace, "selections"):
-        own, before = sets[row["step"], row["layer"]], sets.get((row["step"] - 1, row["layer"]), [])
-        assert row["positions"] == own
-        assert row["added"] == len(set(own) - set(before))
-        assert row["removed"] == len(set(before) - set(own))
+        selection, before = sets[row["step"], row["layer"]], sets.get((row["step"] - 1, row["layer"]), [])
+        assert row["positions"] == selection
+        assert row["added"] == len(set(selection) - set(before))
+        assert row["removed"] == len(set(before) - set(selection))
     assert {row["mass"] for row in rows(trace, "supports")} == {None}
     steps = rows(trace, "steps")
     assert [row["token_id"] for row in steps] == arrays["token_ids"].tolist()
@@ -72,7 +72,7 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
     assert check(trace)["steps_checked"]
     summary = summarize(trace)
     assert summary["health"]["findings"] == []
-    assert "never_fast" not in {one["rule"] for one in summary["health"]["judged"]}
+    assert "never_fast" not in {rule["rule"] for rule in summary["health"]["judged"]}
     assert summary["stability"]["within"]["n"] == LAYERS * (STEPS - 2)
     assert summary["audit"] is None
     assert "retained mass, output error, query cosine" in summary["missing"]
@@ -81,10 +81,10 @@ def test_an_imported_trace_is_sound_and_summed_up_without_masses(tmp_path):
 def test_an_indexer_that_chooses_the_last_positions_is_told(tmp_path):
     last = [[np.arange(PROMPT + step - K, PROMPT + step)] * LAYERS for step in range(STEPS)]
     trace = imported(write_npz(tmp_path / "a.npz", positions=np.array(last)))
-    rules = {one["rule"] for one in judge(Request.of(trace))["findings"]}
+    rules = {finding["rule"] for finding in judge(Request.of(trace))["findings"]}
     assert rules == {"selection_trailing"}
     health = judge(Request.of(trace))
-    said = [one["advice"] for one in health["findings"]] + [one["reason"] for one in health["not_judged"]]
+    said = [finding["advice"] for finding in health["findings"]] + [rule["reason"] for rule in health["not_judged"]]
     assert not [words for words in said if "--audit" in words or "trace.positions" in words or "sink=" in words]
     with pytest.raises(TraceError, match="import it with --tokenizer"):
         text_of(Request(trace))
@@ -96,9 +96,9 @@ def test_blocks_are_the_positions_that_are_cached(tmp_path):
     blocks[..., 1] = 1
     trace = imported(write_npz(tmp_path / "a.npz", positions=None, blocks=blocks, block_size=4,
                                prompt_token_ids=np.arange(21)))  # fmt: skip
-    found = {(row["step"], row["head"]): row["positions"] for row in rows(trace, "supports")}
-    assert found[0, 0] == found[0, 1] == [4, 5, 6, 7, 20]
-    assert found[9, 1] == [4, 5, 6, 7, 20, 21, 22, 23]
+    supports = {(row["step"], row["head"]): row["positions"] for row in rows(trace, "supports")}
+    assert supports[0, 0] == supports[0, 1] == [4, 5, 6, 7, 20]
+    assert supports[9, 1] == [4, 5, 6, 7, 20, 21, 22, 23]
 
 
 def test_masses_stay_with_their_positions(tmp_path):
@@ -155,7 +155,7 @@ def test_a_file_that_is_wrong_is_refused_in_a_line_and_leaves_nothing(tmp_path, 
     with pytest.raises(InputError, match=words) as caught:
         imported(path)
     assert "\n" not in str(caught.value)
-    assert [one.name for one in tmp_path.iterdir()] == ["a.npz"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
 
 
 @pytest.mark.parametrize("attentions", [None, 5, (None, None), ((None,), (None,)), [torch.ones(2), None]])
@@ -198,23 +198,23 @@ def test_reuse_is_the_share_of_a_step_s_own_selection(tmp_path):
     sets = sets_of(selection_arrays())
     (supports,) = Supports.load(imported(write_npz(tmp_path / "a.npz")))
     reasons = ["x" if step % 3 == 0 else "" for step in range(STEPS)]
-    found = reuse([supports], [reasons])
+    report = reuse([supports], [reasons])
     recall, new = {}, {}
-    for (step, layer), own in sets.items():
+    for (step, layer), selection in sets.items():
         if step % 3:
             old, begin = sets[step - step % 3, layer], PROMPT + step - step % 3
-            recall[step, layer] = len(set(own) & set(old)) / len(own)
-            new[step, layer] = len({p for p in own if p in old or p >= begin}) / len(own)
-    assert (found["runs"], found["reused_steps"], found["saved"]) == (4, 8, pytest.approx(8 / 11))
-    assert found["recall"] == pytest.approx(np.mean([*recall.values()]))
-    assert found["recall_with_new"] == pytest.approx(np.mean([*new.values()]))
-    assert found["recall_with_new"] > found["recall"]
-    assert found["worst"]["recall"] == pytest.approx(min(recall.values()))
-    assert recall[found["worst"]["step"], found["worst"]["layer"]] == pytest.approx(found["worst"]["recall"])
-    for one in found["layers"]:
-        own = [value for (_, layer), value in recall.items() if layer == one["layer"]]
-        assert one["recall"] == pytest.approx(np.mean(own))
-    assert found["retained_mass"] is None
+            recall[step, layer] = len(set(selection) & set(old)) / len(selection)
+            new[step, layer] = len({p for p in selection if p in old or p >= begin}) / len(selection)
+    assert (report["runs"], report["reused_steps"], report["saved"]) == (4, 8, pytest.approx(8 / 11))
+    assert report["recall"] == pytest.approx(np.mean([*recall.values()]))
+    assert report["recall_with_new"] == pytest.approx(np.mean([*new.values()]))
+    assert report["recall_with_new"] > report["recall"]
+    assert report["worst"]["recall"] == pytest.approx(min(recall.values()))
+    assert recall[report["worst"]["step"], report["worst"]["layer"]] == pytest.approx(report["worst"]["recall"])
+    for row in report["layers"]:
+        recalls = [value for (_, layer), value in recall.items() if layer == row["layer"]]
+        assert row["recall"] == pytest.approx(np.mean(recalls))
+    assert report["retained_mass"] is None
 
 
 def run_block(number: int) -> None:

@@ -43,8 +43,8 @@ def test_deepseek_s_own_indexer_is_imported_and_replayed(tmp_path):
     sets = {
         (step, layer): set(arrays["positions"][step, layer].tolist()) for step in range(NEW) for layer in range(LAYERS)
     }
-    found = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
-    assert {place: set(row["positions"]) for place, row in found.items()} == sets
+    supports = {(row["step"], row["layer"]): row for row in rows(trace, "supports")}
+    assert {place: set(row["positions"]) for place, row in supports.items()} == sets
     shared = [
         overlap(list(sets[step - 1, layer]), list(sets[step, layer]))
         for step in range(1, NEW)
@@ -70,9 +70,9 @@ def test_minimax_s_blocks_are_imported_head_by_head(tmp_path):
     assert arrays["layers"].tolist() == [1, 3]
     assert check(trace)["problems"] == []
     for row in rows(trace, "supports"):
-        own = arrays["blocks"][row["step"], [1, 3].index(row["layer"]), row["head"]]
+        blocks = arrays["blocks"][row["step"], [1, 3].index(row["layer"]), row["head"]]
         length = PROMPT + row["step"]
-        assert row["positions"] == [p for p in range(length) if p // block_size in own]
+        assert row["positions"] == [p for p in range(length) if p // block_size in blocks]
     assert {row["head"] for row in rows(trace, "supports")} == {0, 1}
 
 
@@ -115,17 +115,17 @@ def test_attention_of_transformers_is_what_our_audit_records(tmp_path):
     import_trace(path, tmp_path / "a", top=TOP)
     trace, ours = Trace.open(tmp_path / "a"), audited(tmp_path / "ours")
     for name in ("prompts", "steps", "supports"):
-        found, expected = rows(trace, name), rows(ours, name)
-        assert len(found) == len(expected) > 0
-        for one, other in zip(found, expected, strict=True):
+        imported, expected = rows(trace, name), rows(ours, name)
+        assert len(imported) == len(expected) > 0
+        for row, other in zip(imported, expected, strict=True):
             for column in ("step", "layer", "head", "token_id", "context_tokens", "sentence", "positions",
                            "position", "attended_tokens", "trigger", "slow", "audited"):  # fmt: skip
-                assert one.get(column) == other.get(column), column
+                assert row.get(column) == other.get(column), column
             for column in ("mass", "retained_mass", "overlap_previous_step", "overlap_last_refresh"):
-                assert one.get(column) == pytest.approx(other.get(column), abs=1e-5), column
+                assert row.get(column) == pytest.approx(other.get(column), abs=1e-5), column
     assert trace.manifest["prompts"] == ours.manifest["prompts"]
     assert check(trace)["problems"] == []
-    summaries = [summarize(one) for one in (trace, ours)]
+    summaries = [summarize(recording) for recording in (trace, ours)]
     assert summaries[0]["drift"] == summaries[1]["drift"]
     assert not rows(trace, "selections")
 
@@ -140,8 +140,8 @@ def test_one_forward_pass_over_all_tokens_gives_the_same_supports(tmp_path):
     model.set_attn_implementation("sdpa")
     import_trace(save(tmp_path / "a.pt", attentions=attentions), tmp_path / "a", top=TOP)
     import_trace(save(tmp_path / "b.pt"), tmp_path / "b", top=TOP)
-    one, other = (rows(Trace.open(tmp_path / name), "supports") for name in ("a", "b"))
-    assert [row["positions"] for row in one] == [row["positions"] for row in other]
+    whole, other = (rows(Trace.open(tmp_path / name), "supports") for name in ("a", "b"))
+    assert [row["positions"] for row in whole] == [row["positions"] for row in other]
 
 
 @pytest.mark.parametrize(

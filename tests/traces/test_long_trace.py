@@ -43,8 +43,8 @@ def test_what_needs_no_position_of_a_selection_reads_none(trace, tmp_path):
                 data[begin : begin + size] = bytes(size)
         part.write_bytes(data)
     spoiled = Trace.open(copy)
-    found, expected = (selection_facts(Request.of(one)) for one in (spoiled, trace))
-    assert found["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
+    facts, expected = (selection_facts(Request.of(recording)) for recording in (spoiled, trace))
+    assert facts["lambda_star"]["mean"] == pytest.approx(expected["lambda_star"]["mean"])
     assert len(Request(spoiled).selections.step) > 0
     with pytest.raises(TraceError, match="has a damaged part"):
         step_words(Request(spoiled), SHAPE.steps - 1)
@@ -56,23 +56,23 @@ def test_the_positions_of_a_sample_are_read_once(trace, monkeypatch):
     read, rows, connect = [], Trace.rows, Trace.connect
 
     def counted(self, name, columns, where=None):
-        found = rows(self, name, columns, where)
+        table = rows(self, name, columns, where)
         if name == "selections" and "positions" in columns:
-            read.append(len(found))
-        return found
+            read.append(len(table))
+        return table
 
     def without_positions(self):
         connection, selections = connect(self), self.dataset("selections")
         schema = selections.schema
         connection.unregister("selections")
-        kept = schema.remove(schema.get_field_index("positions"))
-        connection.register("selections", selections.replace_schema(kept))
+        narrowed = schema.remove(schema.get_field_index("positions"))
+        connection.register("selections", selections.replace_schema(narrowed))
         return connection
 
     monkeypatch.setattr(Trace, "rows", counted)
     monkeypatch.setattr(Trace, "connect", without_positions)
     summary = summarize(trace)
-    why = {one["rule"]: one["reason"] for one in summary["health"]["not_judged"]}
+    why = {rule["rule"]: rule["reason"] for rule in summary["health"]["not_judged"]}
     assert why["look_back"].startswith("it takes 8 steps, got ")  # it was measured
     refreshes = len(set(trace.table("selections", ["step"])["step"].to_pylist()))
     (rows_read,) = read

@@ -65,32 +65,32 @@ def test_verifications_and_steps_are_what_was_told(told):
     trace, run = told
     assert trace.lossless
     assert trace.manifest["config"]["draft"]["max_tokens"] == 6
-    found = rows(trace, "verifications")
-    assert found == [{name: getattr(event, name) for name in found[0]} for event in run.verifications]
-    assert {row["reason"] for row in found} == {"trigger", "limit", "room", "rejected"}
+    verifications = rows(trace, "verifications")
+    assert verifications == [{name: getattr(event, name) for name in verifications[0]} for event in run.verifications]
+    assert {row["reason"] for row in verifications} == {"trigger", "limit", "room", "rejected"}
     for request, tokens in enumerate(run.tokens):
         steps = rows(trace, "steps", request=request)
         assert [row["token_id"] for row in steps] == tokens
         assert [row["step"] for row in steps] == [*range(REQUESTS[request])]
-        kept = [row for row in steps if row["drafted"]]
-        assert all(row["draft_token_id"] == row["token_id"] and not row["slow"] for row in kept)
-        own = rows(trace, "verifications", request=request)
-        assert len(kept) == sum(row["accepted"] for row in own)
+        drafted = [row for row in steps if row["drafted"]]
+        assert all(row["draft_token_id"] == row["token_id"] and not row["slow"] for row in drafted)
+        of_request = rows(trace, "verifications", request=request)
+        assert len(drafted) == sum(row["accepted"] for row in of_request)
         others = {row["step"] for row in steps if row["draft_token_id"] not in (None, row["token_id"])}
-        assert others == {row["step"] for row in own if row["accepted"] < row["drafted"]}
+        assert others == {row["step"] for row in of_request if row["accepted"] < row["drafted"]}
 
 
 def drafts_of(run, events=None) -> list[tuple[int, int, bool]]:
     """Place in the sentence, depth and fate of every tested draft, told step by step."""
-    found = []
+    drafts = []
     for event in run.verifications if events is None else events:
         for depth in range(1, min(event.drafted, event.accepted + 1) + 1):
             step = event.step - event.accepted + depth - 1
             before = run.tokens[event.request][:step]
             ends = [at for at, token in enumerate(before) if token in TRIGGERS]
             place = step - 1 - ends[-1] if ends else step
-            found.append((place, depth, depth <= event.accepted))
-    return found
+            drafts.append((place, depth, depth <= event.accepted))
+    return drafts
 
 
 @pytest.fixture(scope="module")
@@ -100,34 +100,34 @@ def document(told) -> dict:
 
 def test_acceptance_is_counted_by_reason_place_and_depth(told, document):
     trace, run = told
-    found, drafts = document["lossless"], drafts_of(run)
+    lossless, drafts = document["lossless"], drafts_of(run)
     tokens = sum(REQUESTS) - len(REQUESTS)
     drafted, accepted = (sum(getattr(event, name) for event in run.verifications) for name in ("drafted", "accepted"))
-    assert (found["tokens"], found["drafted"], found["accepted"]) == (tokens, drafted, accepted)
-    assert found["acceptance"] == pytest.approx(accepted / drafted)
-    assert found["token_acceptance"] == pytest.approx(accepted / len(drafts))
-    assert found["tokens_per_verification"] == pytest.approx(tokens / len(run.verifications))
-    assert found["passes_per_token"] == pytest.approx((drafted + len(run.verifications)) / tokens)
-    assert {one["reason"]: one["drafted"] for one in found["reasons"]} == {
+    assert (lossless["tokens"], lossless["drafted"], lossless["accepted"]) == (tokens, drafted, accepted)
+    assert lossless["acceptance"] == pytest.approx(accepted / drafted)
+    assert lossless["token_acceptance"] == pytest.approx(accepted / len(drafts))
+    assert lossless["tokens_per_verification"] == pytest.approx(tokens / len(run.verifications))
+    assert lossless["passes_per_token"] == pytest.approx((drafted + len(run.verifications)) / tokens)
+    assert {row["reason"]: row["drafted"] for row in lossless["reasons"]} == {
         reason: sum(event.drafted for event in run.verifications if event.reason == reason)
         for reason in {event.reason for event in run.verifications}
     }
     for column, name in enumerate(("place", "depth")):
-        assert sum(one["tested"] for one in found[f"{name}s"]) == len(drafts)
-        for one in found[f"{name}s"]:
-            edges = range(one[f"from_{name}"], one[f"to_{name}"] + 1)
+        assert sum(row["tested"] for row in lossless[f"{name}s"]) == len(drafts)
+        for row in lossless[f"{name}s"]:
+            edges = range(row[f"from_{name}"], row[f"to_{name}"] + 1)
             fates = [draft[2] for draft in drafts if draft[column] in edges]
-            assert (one["tested"], one["accepted"]) == (len(fates), sum(fates))
-    own = section(trace, "lossless", request=1)
-    assert own["verifications"] == sum(event.request for event in run.verifications)
+            assert (row["tested"], row["accepted"]) == (len(fates), sum(fates))
+    of_request = section(trace, "lossless", request=1)
+    assert of_request["verifications"] == sum(event.request for event in run.verifications)
 
 
 def test_what_was_read_counts_rejected_drafts_too(told, document):
     _, run = told
     contexts = sum(PROMPT + step for most in REQUESTS for step in range(1, most))
     read = sum(event.attended_tokens for event in run.verifications)
-    for found in (document["steps"], document["lossless"]):
-        assert found["read_ratio"] == pytest.approx(read / contexts)
+    for part in (document["steps"], document["lossless"]):
+        assert part["read_ratio"] == pytest.approx(read / contexts)
     logits = document["logits"]
     assert logits["kl_next_token"]["n"] == document["lossless"]["tested"]
     assert logits["argmax_agreement"] == pytest.approx(document["lossless"]["token_acceptance"])
@@ -150,7 +150,7 @@ def test_show_and_diff_say_what_a_lossless_run_did(told, document, tmp_path):
     assert f"tested tokens; KL {document['logits']['kl_next_token']['mean']:.4f} nats" in text
     Run(tmp_path / "other", CONFIG.replace(budget=20))
     compared = compare(told[0], Trace.open(tmp_path / "other"))
-    assert [one["equal_share"] for one in compared["requests"]] == [1.0, 1.0]
+    assert [request["equal_share"] for request in compared["requests"]] == [1.0, 1.0]
     assert diff_text(compared)
 
 
@@ -172,7 +172,7 @@ def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):
     slices = {(tracks[e["tid"]], e["args"]["step"]): e for e in events if e["ph"] == "X" and e["name"] == "slow"}
     marks = [event for event in events if event["ph"] == "i"]
     assert len(marks) == len(run.verifications)
-    wanted = {(f"steps of request {one.request}", one.step): one for one in run.verifications}
+    wanted = {(f"steps of request {event.request}", event.step): event for event in run.verifications}
     for mark in marks:
         key = (tracks[mark["tid"]], mark["args"]["step"])
         told_of = wanted.pop(key)
@@ -184,10 +184,10 @@ def test_the_timeline_marks_verifications_on_the_track_of_their_request(told):
 def test_the_report_has_the_numbers(told):
     pytest.importorskip("plotly")
     page = render(Request(told[0]))
-    found = section(told[0], "lossless", request=0)
-    assert f"{found['accepted']} of {found['drafted']} drafted tokens" in page
-    assert page.count(": fast, drafted; attended ") == found["accepted"]
-    left_out = found["drafted"] - found["accepted"]
+    lossless = section(told[0], "lossless", request=0)
+    assert f"{lossless['accepted']} of {lossless['drafted']} drafted tokens" in page
+    assert page.count(": fast, drafted; attended ") == lossless["accepted"]
+    left_out = lossless["drafted"] - lossless["accepted"]
     assert f"{left_out} drafting passes without a step of their own are left out" in page
 
 
@@ -225,27 +225,27 @@ def test_a_lossless_trace_is_sound_and_changes_no_token(tmp_path, name):
     assert (document["problems"], document["steps_checked"]) == ([], True)
     steps = rows(trace, "steps")
     for request, tokens in enumerate(traced):
-        own = [row["token_id"] for row in steps if row["request"] == request]
-        assert own == tokens == untraced[request] == plain()[request]
+        token_ids = [row["token_id"] for row in steps if row["request"] == request]
+        assert token_ids == tokens == untraced[request] == plain()[request]
     layers = trace.manifest["model"]["layers"]
-    row = sum(one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in layers)
-    for one in steps:
-        whole = row * one["cached_tokens"]
-        assert one["moved_bytes"] == whole if one["fast_requests"] == 0 else one["moved_bytes"] < whole
-    assert {one["fast_requests"] == 0 for one in steps} == {True, False}
+    row = sum(layer["heads"] * (layer["key_width"] + layer["value_width"]) * layer["itemsize"] for layer in layers)
+    for step in steps:
+        whole = row * step["cached_tokens"]
+        assert step["moved_bytes"] == whole if step["fast_requests"] == 0 else step["moved_bytes"] < whole
+    assert {step["fast_requests"] == 0 for step in steps} == {True, False}
     keys = [tuple(row[n] for n in ("request", "step", "layer", "head")) for row in rows(trace, "selections")]
     assert len(keys) == len(set(keys))
-    drafted, told = (
-        {(row["request"], row["step"]) for row in kept}
-        for kept in (
+    drafted, selected = (
+        {(row["request"], row["step"]) for row in group}
+        for group in (
             [row for row in steps if row["drafted"]],
             [row for row in rows(trace, "selections") if row["step"]],
         )
     )
-    assert told == drafted if policy != "sfi" else told and not told & drafted
-    found = section(trace, "lossless")
-    assert 0 < found["accepted"] < found["drafted"]
-    assert found["tested"] == len(rows(trace, "logits"))
+    assert selected == drafted if policy != "sfi" else selected and not selected & drafted
+    lossless = section(trace, "lossless")
+    assert 0 < lossless["accepted"] < lossless["drafted"]
+    assert lossless["tested"] == len(rows(trace, "logits"))
 
 
 @pytest.mark.exhaustive
@@ -260,9 +260,9 @@ def test_a_drafted_stop_token_ends_the_request_as_its_verification_s_own(tmp_pat
         complete(config, engine=LOSSLESS, observers=[observer], stop_token_ids=(stop,))
     trace = Trace.open(tmp_path / "run")
     assert check(trace)["problems"] == []
-    *kept, last = (row for row in rows(trace, "steps") if not row["request"])
-    assert [row["token_id"] for row in kept] == whole[0][: whole[0].index(stop)]
+    *earlier, last = (row for row in rows(trace, "steps") if not row["request"])
+    assert [row["token_id"] for row in earlier] == whole[0][: whole[0].index(stop)]
     assert (last["token_id"], last["draft_token_id"], last["slow"]) == (stop, stop, True)
-    found = section(trace, "lossless", request=0)
+    lossless = section(trace, "lossless", request=0)
     given = sum(r["accepted"] for r in rows(trace, "verifications") if not r["request"])
-    assert sum(one["accepted"] for one in found["depths"]) == found["accepted"] == given + 1
+    assert sum(depth["accepted"] for depth in lossless["depths"]) == lossless["accepted"] == given + 1

@@ -24,11 +24,11 @@ def code_cells() -> list[dict]:
 
 
 def stored(cell: dict) -> str:
-    return "".join("".join(one["text"]) for one in cell["outputs"] if "text" in one)
+    return "".join("".join(output["text"]) for output in cell["outputs"] if "text" in output)
 
 
 def numbers(text: str) -> list[float]:
-    return [float(one.replace(",", "")) for one in NUMBER.findall(text)]
+    return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
 @pytest.mark.exhaustive  # loads the model and searches: half a minute
@@ -61,6 +61,6 @@ def test_the_notebook_finds_again_what_is_stored_in_it(tmp_path):
 
 def test_the_notebook_is_small_and_has_a_figure():
     assert NOTEBOOK.stat().st_size < 200_000
-    outputs = [one for cell in code_cells() for one in cell["outputs"]]
-    assert sum("image/png" in one.get("data", {}) for one in outputs) == 1
+    outputs = [output for cell in code_cells() for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
     assert [cell["execution_count"] for cell in code_cells()] == [1, 2, 3, 4, 5, 6, 7]

@@ -125,9 +125,9 @@ def test_spans_are_wanted_only_where_somebody_listens(monkeypatch):
     monkeypatch.setattr(nvtx, "_domain", Listener)
     heard = NvtxObserver()
     for observer, listened in ((alone, False), (heard, True)):
-        for one in (observer, Observers([observer, observer])):
-            assert (SPANS in one.wants) is listened
-            assert (StepEvent in one.wants) is listened
+        for recipient in (observer, Observers([observer, observer])):
+            assert (SPANS in recipient.wants) is listened
+            assert (StepEvent in recipient.wants) is listened
 
 
 def test_a_machine_without_nvtx_decodes_as_well(monkeypatch):

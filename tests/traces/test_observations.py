@@ -34,24 +34,24 @@ def test_heads_are_compared_within_and_between_layers_at_the_same_step(trace, mo
     monkeypatch.setattr("sfi_traces.summary.similarity.MOST_COMPARED", most)
     held, steps = sets(trace), range(0, STEPS, math.ceil(STEPS / most))
     values: dict[tuple[int, int, int], list[float]] = defaultdict(list)
-    for request, step, one, other in product(range(2), steps, PLACES, PLACES):
-        if one != other:
-            pair = (held[(request, *one, step)], held[(request, *other, step)])
-            values[request, one[0], other[0]].append(overlap(*pair))
+    for request, step, place, other in product(range(2), steps, PLACES, PLACES):
+        if place != other:
+            pair = (held[(request, *place, step)], held[(request, *other, step)])
+            values[request, place[0], other[0]].append(overlap(*pair))
 
     def average(wanted) -> float:
-        return mean(v for key, found in values.items() if wanted(*key) for v in found)
+        return mean(v for key, overlaps in values.items() if wanted(*key) for v in overlaps)
 
-    found = section(trace, "head_similarity")
-    assert (found["steps"], found["layers"]) == (2 * len(steps), [0, 1])
+    similarity = section(trace, "head_similarity")
+    assert (similarity["steps"], similarity["layers"]) == (2 * len(steps), [0, 1])
     for a, b in product(range(LAYERS), range(LAYERS)):
-        expected = average(lambda _, one, other, a=a, b=b: (one, other) == (a, b))
-        assert found["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
-    assert found["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
-    assert found["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
-    one = compare_heads([Request(trace, 1).supports.thinned(most)])
-    assert one["within"] == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
-    assert one["between"] == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
+        expected = average(lambda _, layer, other, a=a, b=b: (layer, other) == (a, b))
+        assert similarity["matrix"][a][b] == pytest.approx(expected, abs=1e-4)
+    assert similarity["within"] == pytest.approx(average(lambda _, a, b: a == b), abs=1e-4)
+    assert similarity["between"] == pytest.approx(average(lambda _, a, b: a != b), abs=1e-4)
+    alone = compare_heads([Request(trace, 1).supports.thinned(most)])
+    assert alone["within"] == pytest.approx(average(lambda r, a, b: r == 1 and a == b))
+    assert alone["between"] == pytest.approx(average(lambda r, a, b: r == 1 and a != b))
 
 
 def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
@@ -60,26 +60,26 @@ def test_query_cosines_are_averaged_and_those_under_tau_counted(trace):
         for r in rows(trace, "supports")
         if r["query_cosine"] is not None
     }
-    found = section(trace, "query_cosine")
-    assert (found["n"], found["thresholds"]) == (len(cosine), [0.8, 0.9])
-    assert found["mean"] == pytest.approx(mean(cosine.values()))
-    for tau, share in zip(found["thresholds"], found["below"], strict=True):
+    summary = section(trace, "query_cosine")
+    assert (summary["n"], summary["thresholds"]) == (len(cosine), [0.8, 0.9])
+    assert summary["mean"] == pytest.approx(mean(cosine.values()))
+    for tau, share in zip(summary["thresholds"], summary["below"], strict=True):
         assert share == sum(value < tau for value in cosine.values()) / len(cosine)
     means = {p: mean(v for key, v in cosine.items() if key[1:3] == p) for p in PLACES}
-    heads = [(one["layer"], one["head"]) for one in found["heads"]]
+    heads = [(head["layer"], head["head"]) for head in summary["heads"]]
     assert heads == sorted(PLACES, key=means.__getitem__)
-    for one in found["layers"]:
-        own = [value for key, value in cosine.items() if key[1] == one["layer"]]
-        assert one["mean"] == pytest.approx(mean(own))
-        assert one["below"][0] == pytest.approx(sum(value < 0.8 for value in own) / len(own))
-    lowest = found["lowest"][0]
+    for layer in summary["layers"]:
+        values = [value for key, value in cosine.items() if key[1] == layer["layer"]]
+        assert layer["mean"] == pytest.approx(mean(values))
+        assert layer["below"][0] == pytest.approx(sum(value < 0.8 for value in values) / len(values))
+    lowest = summary["lowest"][0]
     assert lowest["steps"] == [*range(1, STEPS)]
     expected = [mean(cosine[(r, *heads[0], step)] for r in (0, 1)) for step in range(1, STEPS)]
     assert lowest["query_cosine"] == pytest.approx(expected)
     view = query_cosine(Request.of(trace, 1, 1))
-    own = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
-    assert (view["mean"], view["n"]) == (pytest.approx(mean(own)), len(own))
-    shown = HeadMap.of({(one["layer"], one["head"]): one["mean"] for one in view["heads"]})
+    values = [v for (r, layer, _, _), v in cosine.items() if (r, layer) == (1, 1)]
+    assert (view["mean"], view["n"]) == (pytest.approx(mean(values)), len(values))
+    shown = HeadMap.of({(head["layer"], head["head"]): head["mean"] for head in view["heads"]})
     assert (shown.layers, shown.heads, len(view["lowest"])) == ([1], [0, 1], 2)
 
 
@@ -95,20 +95,25 @@ def figures():
     [
         (drift, "drift", lambda row: row["step"], "drift needs the support of step 0"),
         (drift, "drift", lambda row: not row["step"], "drift needs an audited step after step 0"),
-        (lambda one: compare_heads([one]), "head_similarity", lambda row: row["layer"], "or more, got layer 1 alone"),
+        (
+            lambda supports: compare_heads([supports]),
+            "head_similarity",
+            lambda row: row["layer"],
+            "or more, got layer 1 alone",
+        ),
         ("cosines", "query_cosine", lambda row: not row["step"], "has no query cosine of request 0"),
     ],
 )
 def test_what_a_view_lacks_is_one_line(tmp_path, read, section, kept, words):
     folder = make_trace(tmp_path / "run", steps=12)
-    rewrite(folder, "supports", lambda found: [*filter(kept, found)])
+    rewrite(folder, "supports", lambda supports: [*filter(kept, supports)])
     view = Request(Trace.open(folder))
     with pytest.raises(TraceError, match=words) as error:
         figures().query_cosine(view) if read == "cosines" else read(view.supports)
     assert "\n" not in str(error.value)
-    found = summarize(Trace.open(folder))
-    assert found[section] is None
-    assert len([line for line in found["missing"] if "--audit" in line]) >= 1
+    summary = summarize(Trace.open(folder))
+    assert summary[section] is None
+    assert len([line for line in summary["missing"] if "--audit" in line]) >= 1
 
 
 def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
@@ -119,53 +124,53 @@ def test_corrections_are_a_share_of_fast_steps_layers_and_heads(trace):
         if r["reason"] == "correction"
     }
     could = [(*key, *place) for key in since for place in PLACES]
-    found = section(trace, "corrections")
-    assert (found["n"], found["corrected"]) == (len(could), len(corrected))
-    assert found["share"] == pytest.approx(len(corrected) / len(could))
-    for one in [*found["layers"], *found["heads"]]:
-        wanted = [k for k in could if k[2] == one["layer"] and k[3] == one.get("head", k[3])]
-        assert (one["n"], one["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
-    for one in found["since_slow"]:
-        wanted = [k for k in could if last_of_bin(since[k[:2]]) == one["to_step"]]
-        assert (one["n"], one["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
+    summary = section(trace, "corrections")
+    assert (summary["n"], summary["corrected"]) == (len(could), len(corrected))
+    assert summary["share"] == pytest.approx(len(corrected) / len(could))
+    for row in [*summary["layers"], *summary["heads"]]:
+        wanted = [k for k in could if k[2] == row["layer"] and k[3] == row.get("head", k[3])]
+        assert (row["n"], row["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
+    for row in summary["since_slow"]:
+        wanted = [k for k in could if last_of_bin(since[k[:2]]) == row["to_step"]]
+        assert (row["n"], row["corrected"]) == (len(wanted), len(corrected.intersection(wanted)))
     of_layer = corrections(Request.of(trace, 1, 0))
     wanted = [k for k in could if (k[0], k[2]) == (1, 0)]
     assert of_layer["share"] == pytest.approx(len(corrected.intersection(wanted)) / len(wanted))
 
 
 def test_recalls_are_summed_by_step_and_layer(trace):
-    found = section(trace, "recalls", request=1)
-    own = [row for row in rows(trace, "recalls") if row["request"] == 1]
-    assert found["steps"] == STEPS - 1
-    for one in [found, *found["layers"]]:
-        mine = [row for row in own if row["layer"] == one.get("layer", row["layer"])]
+    summary = section(trace, "recalls", request=1)
+    recalls = [row for row in rows(trace, "recalls") if row["request"] == 1]
+    assert summary["steps"] == STEPS - 1
+    for part in [summary, *summary["layers"]]:
+        mine = [row for row in recalls if row["layer"] == part.get("layer", row["layer"])]
         for name in ("rows", "bytes", "waited_us"):
-            assert one[name] == pytest.approx(sum(row[name] for row in mine))
-        assert one["step_bytes"] == pytest.approx(one["bytes"] / (STEPS - 1))
-        assert one["step_waited_us"] == pytest.approx(one["waited_us"] / (STEPS - 1))
-    assert len(found["layers"]) == LAYERS
+            assert part[name] == pytest.approx(sum(row[name] for row in mine))
+        assert part["step_bytes"] == pytest.approx(part["bytes"] / (STEPS - 1))
+        assert part["step_waited_us"] == pytest.approx(part["waited_us"] / (STEPS - 1))
+    assert len(summary["layers"]) == LAYERS
 
 
 def test_a_heads_selection_is_compared_with_its_own_before():
     """Heads select alone or together, more or fewer positions each time."""
     rng = np.random.default_rng(0)
     held: dict[int, set[int]] = {}
-    kept = SelectedSets(3)
+    selected_sets = SelectedSets(3)
     for width in (4, 6, 2, 5, 3, 6):
         heads = np.flatnonzero(rng.random(3) < 0.6)
         chosen = [np.sort(rng.choice(12, rng.integers(1, width + 1), replace=False)) for _ in heads]
-        index = np.array([[*one, *[-1] * (width - len(one))] for one in chosen], np.int32)
-        found = kept.replace(heads, index.reshape(len(heads), width))
-        for at, (head, one) in enumerate(zip(heads.tolist(), chosen, strict=True)):
-            new, old = {*one.tolist()}, held.get(head)
+        index = np.array([[*positions, *[-1] * (width - len(positions))] for positions in chosen], np.int32)
+        changes = selected_sets.replace(heads, index.reshape(len(heads), width))
+        for at, (head, positions) in enumerate(zip(heads.tolist(), chosen, strict=True)):
+            new, old = {*positions.tolist()}, held.get(head)
             both = len(new & old) if old else 0
-            assert (found["selected"][at], found["added"][at]) == (len(new), len(new) - both)
-            assert found["removed"][at] == (len(old) - both if old else 0)
+            assert (changes["selected"][at], changes["added"][at]) == (len(new), len(new) - both)
+            assert changes["removed"][at] == (len(old) - both if old else 0)
             if old is None:
-                assert math.isnan(found["overlap_previous"][at])
-                assert math.isnan(found["jaccard_previous"][at])
+                assert math.isnan(changes["overlap_previous"][at])
+                assert math.isnan(changes["jaccard_previous"][at])
             else:
-                assert found["overlap_previous"][at] == pytest.approx(both / min(len(new), len(old)))
-                assert found["jaccard_previous"][at] == pytest.approx(both / len(new | old))
+                assert changes["overlap_previous"][at] == pytest.approx(both / min(len(new), len(old)))
+                assert changes["jaccard_previous"][at] == pytest.approx(both / len(new | old))
             held[head] = new
     assert len(held) == 3

@@ -57,7 +57,7 @@ def test_every_table_says_what_the_observer_was_told(tmp_path):
     for name, schema in TABLES.items():
         if name == "timings":
             continue
-        rows = [row for told in runs for row in told.rows[name]]
+        rows = [row for run in runs for row in run.rows[name]]
         expected = pa.Table.from_pylist(rows, schema=schema)
         assert len(rows) > 5
         assert trace.table(name).equals(expected), name
@@ -75,9 +75,9 @@ def test_the_spans_of_a_run_are_of_its_first_request(tmp_path):
 
 
 def test_the_manifest_has_the_keys_that_readers_know(tmp_path):
-    made = json.loads((make_trace(tmp_path / "made") / "manifest.json").read_text())
+    expected = json.loads((make_trace(tmp_path / "made") / "manifest.json").read_text())
     manifest = record(tmp_path / "trace", provenance={"preset": "paper", "seed": 5}).manifest
-    assert set(manifest) == {*made, "seed", "tables"}
+    assert set(manifest) == {*expected, "seed", "tables"}
     assert (manifest["preset"], manifest["seed"]) == ("paper", 5)
     assert manifest["model"] == MODEL
     assert manifest["audit"] == AUDIT
@@ -115,16 +115,16 @@ def test_positions_are_packed_as_deltas_and_only_strings_have_a_dictionary(tmp_p
     for table in ("supports", "selections"):
         assert "DELTA_BINARY_PACKED" in encodings[table, "positions.list.element"]
     assert "BYTE_STREAM_SPLIT" in encodings["supports", "mass.list.element"]
-    packed = {key[1] for key, found in encodings.items() if "RLE_DICTIONARY" in found}
+    packed = {key[1] for key, kinds in encodings.items() if "RLE_DICTIONARY" in kinds}
     assert packed == {"token_text", "dense_token_text", "reason", "name", "stream"}
 
 
 def test_a_table_has_the_schema_s_types_without_arrow_s_help(tmp_path):
     trace = record(tmp_path / "trace")
     for name, schema in TABLES.items():
-        found = parquet.read_table(trace.parts(name)[0], partitioning=None).schema
-        assert [field.name for field in found] == [field.name for field in schema]
-        for field in found:
+        stored = parquet.read_table(trace.parts(name)[0], partitioning=None).schema
+        assert [field.name for field in stored] == [field.name for field in schema]
+        for field in stored:
             wanted = schema.field(field.name).type
             assert field.type == wanted or field.type.value_type == wanted.value_type
 
@@ -195,10 +195,10 @@ def test_a_redacted_trace_holds_neither_ids_nor_text_nor_hashes(tmp_path):
     for column in ("token_id", "token_text"):
         assert trace.table("steps")[column].null_count == len(trace.table("steps"))
         assert whole.table("steps")[column].null_count == 0
-    told = {"token_id", "token_text", "dense_token_id", "dense_token_text"}
+    redacted = {"token_id", "token_text", "dense_token_id", "dense_token_text"}
     for name in TABLES.keys() - {"prompts", "timings", "steps"}:
-        kept = [column for column in TABLES[name].names if column not in told]
-        assert trace.table(name, kept).equals(whole.table(name, kept))
+        columns = [column for column in TABLES[name].names if column not in redacted]
+        assert trace.table(name, columns).equals(whole.table(name, columns))
     hashes = [prompt["sha256"] for prompt in whole.manifest["prompts"]]
     assert trace.manifest["redacted"]
     assert [prompt["sha256"] for prompt in trace.manifest["prompts"]] == [None, None]
@@ -379,9 +379,9 @@ def test_tensors_of_several_types_come_back_in_order_and_shape(monkeypatch):
         torch.tensor([[7]], dtype=torch.int32).as_subclass(OnDevice),
         torch.empty(2, 0, dtype=torch.int32).as_subclass(OnDevice),
     ]
-    found = writer.Batch([(None, dict(enumerate(tensors)))])
-    assert [array.tolist() for array in found.values()] == [t.tolist() for t in tensors]
-    assert found.nbytes == 24 + 4 + 16 + 4 + writer.EVENT_BYTES
+    batch = writer.Batch([(None, dict(enumerate(tensors)))])
+    assert [array.tolist() for array in batch.values()] == [t.tolist() for t in tensors]
+    assert batch.nbytes == 24 + 4 + 16 + 4 + writer.EVENT_BYTES
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -399,7 +399,7 @@ def test_tensors_travel_from_the_device_as_they_are():
         for _ in range(100):
             busy = busy @ busy
         done.record()
-        found = writer.Batch([(None, dict(enumerate(tensors)))])
+        batch = writer.Batch([(None, dict(enumerate(tensors)))])
         waiting = not done.query()
-    assert [array.tolist() for array in found.values()] == expected
+    assert [array.tolist() for array in batch.values()] == expected
     assert waiting  # it came back before the device was there

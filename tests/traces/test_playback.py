@@ -33,10 +33,10 @@ def test_a_frame_is_its_row(trace, run):
 
 
 def test_measures_are_means_over_layers_and_heads(trace, run):
-    found = rows(trace, "supports", request=1, step=13)
+    supports = rows(trace, "supports", request=1, step=13)
     measures = frames.frame(run, 13)["measures"]
     for name in ("retained_mass", "overlap_previous_step", "overlap_last_refresh"):
-        assert measures[name] == pytest.approx(np.mean([row[name] for row in found]))
+        assert measures[name] == pytest.approx(np.mean([row[name] for row in supports]))
     assert measures["lambda_star"] is None
     refresh = rows(trace, "selections", request=1, step=20)
     assert frames.frame(run, 20)["measures"]["lambda_star"] == pytest.approx(
@@ -78,13 +78,13 @@ def test_the_passages_are_those_of_show(trace, run):
     for step, least in ((23, 5), (20, 20)):
         shown = step_words(Request(trace, index=1), step)["passages"]
         assert len(shown) > least
-        found = frames.passages(run, step, most=1000)
+        passages = frames.passages(run, step, most=1000)
         key = itemgetter("first")
-        assert sorted((one.to_dict() for one in found), key=key) == sorted(shown, key=key)
-    assert {one.part for one in found} == {"all"}
+        assert sorted((passage.to_dict() for passage in passages), key=key) == sorted(shown, key=key)
+    assert {passage.part for passage in passages} == {"all"}
     few = frames.passages(run, 23, most=3)
-    assert [one.part for one in few] == ["sink", *["selected"] * 3, "recent"]
-    assert [one.mass for one in few[1:4]] == sorted((one.mass for one in few[1:4]), reverse=True)
+    assert [passage.part for passage in few] == ["sink", *["selected"] * 3, "recent"]
+    assert [passage.mass for passage in few[1:4]] == sorted((passage.mass for passage in few[1:4]), reverse=True)
 
 
 def test_the_selection_in_force_is_each_head_s_last(tmp_path):
@@ -101,8 +101,10 @@ def test_the_selection_in_force_is_each_head_s_last(tmp_path):
     steps = [{"request": 0, "step": t, "slow": t in (0, 5), "context_tokens": 100 + t} for t in range(7)]
     trace = Trace.open(write_trace(tmp_path / "t", {"steps": steps, "selections": chosen}))
     run = playable(trace)
-    found = [{place[1]: positions.tolist() for place, positions in run.in_force(step).items()} for step in range(7)]
-    assert found == [
+    selections = [
+        {place[1]: positions.tolist() for place, positions in run.in_force(step).items()} for step in range(7)
+    ]
+    assert selections == [
         {}, {0: [1], 1: [2]}, {0: [1], 1: [3]}, {0: [1], 1: [3]}, {0: [4], 1: [3]}, {0: [4], 1: [3]},
         {0: [5], 1: [6]},
     ]  # fmt: skip
@@ -115,13 +117,13 @@ def test_only_the_parts_that_may_hold_a_step_are_read(tmp_path):
     for number in range(3):
         part = [row for row in table if row["step"] // 10 == number]
         path = write_part(folder, "supports", part, number)
-    found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
+    reader = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
     path.write_bytes(b"")
-    assert found.last(14) == 14
-    assert found.at(14)["positions"].to_pylist() == [row["positions"] for row in table if row["step"] == 14]
-    assert found.last(-1) is None
+    assert reader.last(14) == 14
+    assert reader.at(14)["positions"].to_pylist() == [row["positions"] for row in table if row["step"] == 14]
+    assert reader.last(-1) is None
     with pytest.raises(TraceError, match="has a damaged part"):
-        found.at(25)
+        reader.at(25)
 
 
 def test_the_row_groups_of_neighbouring_steps_stay_in_memory(tmp_path, monkeypatch):
@@ -130,12 +132,12 @@ def test_the_row_groups_of_neighbouring_steps_stay_in_memory(tmp_path, monkeypat
     table = parquet.read_table(folder / "supports").to_pylist()
     for number in range(2):
         write_part(folder, "supports", [row for row in table if row["step"] // 10 == number], number)
-    found = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
+    reader = row_groups.Rows(Trace.open(folder), "supports", 0, ["positions"])
     read, true = [], row_groups.checked
     monkeypatch.setattr(row_groups, "checked", lambda *given: read.append(given) or true(*given))
-    assert [len(found.at(step)) for step in (9, 10)] == [4, 4]
+    assert [len(reader.at(step)) for step in (9, 10)] == [4, 4]
     assert len(read) == 4  # keys and values
-    assert [len(found.at(step)) for step in (9, 10, 9)] == [4, 4, 4]
+    assert [len(reader.at(step)) for step in (9, 10, 9)] == [4, 4, 4]
     assert len(read) == 4
 
 
@@ -147,33 +149,38 @@ def opened(folder, **options) -> Request:
 
 
 def covered(passages: list[dict], part: str) -> set[int]:
-    return {position for one in passages if one["part"] == part for position in range(one["first"], one["last"] + 1)}
+    return {
+        position
+        for passage in passages
+        if passage["part"] == part
+        for position in range(passage["first"], passage["last"] + 1)
+    }
 
 
 def test_a_fast_step_read_the_sink_what_was_selected_last_and_the_recent_tokens(tmp_path):
     """Eq. 1, by the trace's own rows."""
     view = opened(make_trace(tmp_path / "t", steps=40, policy="sfi"), layer=1, head=0)
-    found = step_words(view, 17)
+    words = step_words(view, 17)
     (selection,) = rows(view.trace, "selections", step=10, layer=1, head=0)
     recent = PROMPT + 10 - RECENT  # anchored where the slow step left it
     chosen = {p for p in selection["positions"] if SINK <= p < recent}
-    assert sum(one["tokens"] for one in found["passages"] if one["part"] == "selected") == len(chosen)
-    between = covered(found["passages"], "selected") - chosen
-    assert chosen <= covered(found["passages"], "selected")
+    assert sum(passage["tokens"] for passage in words["passages"] if passage["part"] == "selected") == len(chosen)
+    between = covered(words["passages"], "selected") - chosen
+    assert chosen <= covered(words["passages"], "selected")
     assert all(min(abs(p - q) for q in chosen) <= GAP for p in between)
-    assert covered(found["passages"], "sink") == set(range(SINK))
-    assert covered(found["passages"], "recent") == set(range(recent, PROMPT + 17))
-    assert (found["slow"], found["refreshed"], found["places"]) == (False, [10], [{"layer": 1, "heads": [0]}])
+    assert covered(words["passages"], "sink") == set(range(SINK))
+    assert covered(words["passages"], "recent") == set(range(recent, PROMPT + 17))
+    assert (words["slow"], words["refreshed"], words["places"]) == (False, [10], [{"layer": 1, "heads": [0]}])
 
 
 def test_what_was_read_and_what_was_missed_share_out_the_recorded_mass(tmp_path):
     view = opened(make_trace(tmp_path / "t", steps=40, policy="sfi"))
-    found = step_words(view, 17)
+    words = step_words(view, 17)
     supports = rows(view.trace, "supports", step=17)
-    masses = [sum(one["mass"] or 0 for one in found[name]) for name in ("passages", "missed")]
+    masses = [sum(passage["mass"] or 0 for passage in words[name]) for name in ("passages", "missed")]
     assert sum(masses) == pytest.approx(np.mean([sum(row["mass"]) for row in supports]), rel=1e-5)
     assert min(masses) > 0
-    missed = [one["mass"] for one in found["missed"]]
+    missed = [passage["mass"] for passage in words["missed"]]
     assert missed == sorted(missed, reverse=True)
 
 
@@ -199,10 +206,10 @@ def test_a_passage_has_its_text_and_ends_with_a_sentence_once_it_is_long(tmp_pat
         "prompts",
         lambda all_rows: [row | ({"token_text": "."} if row["position"] == stop else {}) for row in all_rows],
     )
-    found = [one for one in step_words(view, 35)["passages"] if one["part"] == "selected"]
-    edges = sorted((one["first"], one["last"]) for one in found)
+    passages = [passage for passage in step_words(view, 35)["passages"] if passage["part"] == "selected"]
+    edges = sorted((passage["first"], passage["last"]) for passage in passages)
     assert edges == [(20, stop), (stop + 1, stop + LONGEST), (stop + LONGEST + 1, 119)]
-    first = min(found, key=itemgetter("first"))
+    first = min(passages, key=itemgetter("first"))
     assert first["text"] == "".join(f" {WORDS[p % 10]}" for p in range(20, stop)) + "."
     assert first["places"] == [{"layer": 0, "heads": [0]}]
 

@@ -208,16 +208,16 @@ def continuous() -> Trace:
 
 
 def rows_of(trace: Trace, table: str, request: int) -> list[dict]:
-    found = [row for row in trace.table(table).to_pylist() if row["request"] == request]
-    return [{key: row[key] for key in row if key not in ITS_OWN} for row in found]
+    of_request = [row for row in trace.table(table).to_pylist() if row["request"] == request]
+    return [{key: row[key] for key in row if key not in ITS_OWN} for row in of_request]
 
 
 @pytest.mark.parametrize("request_number", [0, 2, 5])
 def test_a_requests_rows_are_those_of_the_request_alone(request_number):
     alone = record([request_number], engine=EngineOptions(prefill_chunk=16))
     for table in ("prompts", "steps", "selections", "supports", "logits"):
-        found, expected = rows_of(continuous(), table, request_number), rows_of(alone, table, 0)
-        for ours, theirs in zip(found, expected, strict=True):
+        batched, expected = rows_of(continuous(), table, request_number), rows_of(alone, table, 0)
+        for ours, theirs in zip(batched, expected, strict=True):
             for name, value in theirs.items():
                 number = isinstance(value, float) or name == "mass"  # a batch may round otherwise
                 wanted = pytest.approx(value, rel=1e-3, abs=1e-5) if number else value
@@ -234,8 +234,8 @@ def test_it_is_sound():
 def test_every_request_has_a_step_of_the_batch_for_each_of_its_own():
     steps = continuous().table("steps").to_pylist()
     for number in range(6):
-        own = [row["batch_step"] for row in steps if row["request"] == number]
-        assert own == sorted(set(own))
+        batch_steps = [row["batch_step"] for row in steps if row["request"] == number]
+        assert batch_steps == sorted(set(batch_steps))
     passes = {row["batch_step"]: row["elapsed_us"] for row in steps}
     assert sorted(passes) == list(range(len(passes)))
     for row in steps:
@@ -243,12 +243,12 @@ def test_every_request_has_a_step_of_the_batch_for_each_of_its_own():
 
 
 def test_latency_counts_each_prompt_and_each_step_of_the_batch_once():
-    found = section(continuous(), "latency")
+    latency = section(continuous(), "latency")
     steps = continuous().table("steps").to_pylist()
     decoding = {row["batch_step"]: row["elapsed_us"] for row in steps if row["step"]}
     expected = sum(row["step"] > 0 for row in steps) / (sum(decoding.values()) / 1e6)
-    assert found["tokens_per_second"] == pytest.approx(expected)
-    prefill = [kind for kind in found["kinds"] if kind["kind"] == "prefill"]
+    assert latency["tokens_per_second"] == pytest.approx(expected)
+    prefill = [kind for kind in latency["kinds"] if kind["kind"] == "prefill"]
     assert [kind["n"] for kind in prefill] == [5]  # 0 and 1 together, then four alone
 
 
@@ -272,11 +272,11 @@ def test_time_of_later_prompts_is_the_prefills():
 def test_of_one_request_only_the_steps_it_took_part_in_are_summed_up(number):
     timings = continuous().table("timings").to_pylist()
     steps = continuous().table("steps").to_pylist()
-    own = {row["batch_step"] for row in steps if row["request"] == number}
+    batch_steps = {row["batch_step"] for row in steps if row["request"] == number}
     decoding = section(continuous(), "phases", number)["decode"]
     (sampling,) = [phase for phase in decoding if phase["name"] == "sample"]
-    first = min(own)  # its prompt's
-    spent = [row["elapsed_us"] for row in timings if row["name"] == "sample" and row["step"] in own - {first}]
+    first = min(batch_steps)  # its prompt's
+    spent = [row["elapsed_us"] for row in timings if row["name"] == "sample" and row["step"] in batch_steps - {first}]
     assert (sampling["spans"], len(spent)) == (LIMITS[number] - 1,) * 2
     assert sampling["total_us"] == pytest.approx(sum(spent))
 
@@ -287,9 +287,9 @@ def test_the_timeline_shows_each_step_where_its_spans_are():
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     slices = [event for event in events if event["ph"] == "X"]
     for number in range(6):
-        own = [e for e in slices if tracks[e["tid"]] == f"steps of request {number}"]
-        assert [event["args"]["step"] for event in own] == list(range(LIMITS[number]))
-        for first, second in pairwise(own):
+        track = [e for e in slices if tracks[e["tid"]] == f"steps of request {number}"]
+        assert [event["args"]["step"] for event in track] == list(range(LIMITS[number]))
+        for first, second in pairwise(track):
             assert first["ts"] + first["dur"] <= second["ts"] + 0.001
     began = {
         number: min(e["ts"] for e in slices if tracks[e["tid"]] == f"steps of request {number}") for number in range(6)

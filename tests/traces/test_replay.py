@@ -46,7 +46,7 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
     """Recompute (lower, upper, overlap) by (step, layer, head), with sets and loops only."""
     config = rules.config
     at = {(r["step"], r["layer"], r["head"]): r for r in rows(trace, "supports", request=request)}
-    found, last = {}, 0
+    values, last = {}, 0
     for step in range(len(slow)):
         last = step if slow[step] else last
         if slow[step]:
@@ -79,8 +79,8 @@ def by_sets(trace: Trace, request: int, rules: Setting, slow: list[bool]) -> dic
                 upper = lower + min(1 - sum(known.values()), unseen * least)
                 shared = set(old["positions"]) & set(new["positions"])
                 overlap = len(shared) / min(len(old["positions"]), len(new["positions"]))
-                found[step, layer, head] = lower, min(1, upper), overlap
-    return found
+                values[step, layer, head] = lower, min(1, upper), overlap
+    return values
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_retained_mass_and_overlap_are_those_of_the_sets(trace, recorded, change
     assert expected
     for (step, layer, head), values in expected.items():
         unit = layer * 2 + head
-        got = [getattr(metrics, n)[step, unit] for n in ("lower_NU", "upper_NU", "overlap_NU")]
-        assert got == pytest.approx(values, abs=2e-6)
+        computed = [getattr(metrics, n)[step, unit] for n in ("lower_NU", "upper_NU", "overlap_NU")]
+        assert computed == pytest.approx(values, abs=2e-6)
     assert (metrics.lower_NU[slow] == 1).all()
     assert np.isnan(metrics.overlap_NU[slow]).all()
 
@@ -116,26 +116,26 @@ def test_retained_mass_and_overlap_are_those_of_the_sets(trace, recorded, change
 def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
     rules = setting(t_max=4)
     outcome = replay(recorded, rules)
-    kept, read, slow = [], 0, 0
+    fast_rows, read, slow = [], 0, 0
     for supports in recorded:
         flags = [bool(reason) for reason in schedule(supports, rules)]
         slow += sum(flags)
         values = by_sets(trace, supports.request, rules, flags)
-        kept += [(*value, supports.request, *place) for place, value in values.items()]
+        fast_rows += [(*value, supports.request, *place) for place, value in values.items()]
         last = 0
         for step in range(1, 60):
             last = step if flags[step] else last
             read += PROMPT + step if flags[step] else 4 + 20 + 16 + step - last
-    lowest = min(kept)
+    lowest = min(fast_rows)
     assert outcome.slow_steps == slow
     assert outcome.fast_steps == 120 - slow
     assert outcome.slow_rate == pytest.approx((slow - 2) / 118)
     assert sum(outcome.reasons.values()) == slow
     assert outcome.reasons["first"] == 2
-    assert outcome.retained_mass == pytest.approx(np.mean([row[0] for row in kept]))
-    assert outcome.retained_mass_upper == pytest.approx(np.mean([row[1] for row in kept]))
-    assert outcome.overlap_at_reuse == pytest.approx(np.mean([row[2] for row in kept]))
-    assert outcome.retained_mass_p5 == pytest.approx(np.percentile([row[0] for row in kept], 5))
+    assert outcome.retained_mass == pytest.approx(np.mean([row[0] for row in fast_rows]))
+    assert outcome.retained_mass_upper == pytest.approx(np.mean([row[1] for row in fast_rows]))
+    assert outcome.overlap_at_reuse == pytest.approx(np.mean([row[2] for row in fast_rows]))
+    assert outcome.retained_mass_p5 == pytest.approx(np.percentile([row[0] for row in fast_rows], 5))
     worst = outcome.worst
     assert tuple(worst[name] for name in ("request", "step", "layer", "head")) == lowest[3:]
     assert worst["retained_mass"] == pytest.approx(lowest[0])
@@ -145,8 +145,8 @@ def test_an_outcome_sums_every_fast_step_layer_and_head(trace, recorded):
 
 def test_a_step_of_codescan_reads_the_best_of_its_own_support(trace, recorded):
     """Budget 6 of J = [4, start); all 184 candidates are read with a budget of 200, and nothing to choose."""
-    found = replay_request(recorded[1], setting().under("codescan", budget=6))
-    assert found.reasons == ["first"] + [""] * 59
+    metrics = replay_request(recorded[1], setting().under("codescan", budget=6))
+    assert metrics.reasons == ["first"] + [""] * 59
     for row in rows(trace, "supports", request=1):
         if row["step"]:
             start = PROMPT + row["step"] - 16
@@ -154,11 +154,11 @@ def test_a_step_of_codescan_reads_the_best_of_its_own_support(trace, recorded):
             best = sorted((mass for at, mass in pairs if 4 <= at < start), reverse=True)[:6]
             expected = sum(best) + sum(mass for at, mass in pairs if at < 4 or at >= start)
             unit = 2 * row["layer"] + row["head"]
-            assert found.lower_NU[row["step"], unit] == pytest.approx(expected, abs=1e-6)
-            assert found.upper_NU[row["step"], unit] >= expected - 1e-6
+            assert metrics.lower_NU[row["step"], unit] == pytest.approx(expected, abs=1e-6)
+            assert metrics.upper_NU[row["step"], unit] >= expected - 1e-6
     choosing = choosing_tokens(PROMPT + 5, MODEL["layers"][0]["key_width"]) + 1  # the pseudo token's value
-    assert found.attended_N[5] == pytest.approx(4 + 6 + 16 + choosing)
-    assert np.isnan(found.overlap_NU).all()
+    assert metrics.attended_N[5] == pytest.approx(4 + 6 + 16 + choosing)
+    assert np.isnan(metrics.overlap_NU).all()
     wide = replay_request(replace(recorded[1], top=500), setting().under("codescan", budget=200))
     assert wide.attended_N[5] == PROMPT + 5
 
@@ -167,7 +167,7 @@ def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorde
     folder = make_trace(tmp_path / "t", policy="sfi", requests=2, seed=3, config={**CONFIG, "dense_layers": [1]})
     dense = Trace.open(folder)
     supports = Supports.load(dense)
-    assert {int(layer) for one in supports for layer in one.layer_U} == {0}
+    assert {int(layer) for of_request in supports for layer in of_request.layer_U} == {0}
     outcome = replay(supports, Setting.recorded(dense))
     plain = replay(recorded, setting())
     mean_context = PROMPT + 30
@@ -176,12 +176,12 @@ def test_layers_left_dense_read_everything_and_keep_everything(tmp_path, recorde
 
 
 def test_a_chosen_request_layer_and_head(trace):
-    (one,) = Supports.load(trace, 1, layers=[1], heads=[0])
-    assert (one.request, one.layer_U.tolist(), one.head_U.tolist()) == (1, [1], [0])
-    found = rows(trace, "supports", request=1, layer=1, head=0)
-    assert one.position_NUK[:, 0].tolist() == [row["positions"] for row in found]
-    assert one.mass_NUK[7, 0].tolist() == pytest.approx(found[7]["mass"])
-    assert len(one.tokens) == one.steps == 60
+    (supports,) = Supports.load(trace, 1, layers=[1], heads=[0])
+    assert (supports.request, supports.layer_U.tolist(), supports.head_U.tolist()) == (1, [1], [0])
+    expected = rows(trace, "supports", request=1, layer=1, head=0)
+    assert supports.position_NUK[:, 0].tolist() == [row["positions"] for row in expected]
+    assert supports.mass_NUK[7, 0].tolist() == pytest.approx(expected[7]["mass"])
+    assert len(supports.tokens) == supports.steps == 60
 
 
 def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
@@ -203,38 +203,40 @@ def test_a_killed_run_counts_up_to_its_last_whole_step(tmp_path, recorded):
 
 def test_a_run_is_compared_with_its_own_prediction(tmp_path):
     real = Trace.open(make_trace(tmp_path / "real", policy="sfi", requests=2, seed=5))
-    found = compare(Supports.load(real), real, real)
+    comparison = compare(Supports.load(real), real, real)
     audited = [row for row in rows(real, "supports") if row["step"] % 10]
     steps = [row for row in rows(real, "steps") if row["step"]]
-    assert found.same_schedule
-    assert [one["steps"] for one in found.requests] == [60, 60]
-    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
+    assert comparison.same_schedule
+    assert [request["steps"] for request in comparison.requests] == [60, 60]
+    assert comparison.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
     overlap = np.mean([row["overlap_last_refresh"] for row in audited])
-    assert found.measured.overlap_at_reuse == pytest.approx(overlap)
-    assert found.predicted.overlap_at_reuse == pytest.approx(overlap)
-    assert found.measured.attended_tokens == pytest.approx(np.mean([r["attended_tokens"] for r in steps]))
-    assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
-    assert found.predicted.bytes_per_token == found.measured.bytes_per_token
-    assert found.mean_difference == pytest.approx(found.predicted.retained_mass - found.measured.retained_mass)
-    assert found.mean_distance >= abs(found.mean_difference)
+    assert comparison.measured.overlap_at_reuse == pytest.approx(overlap)
+    assert comparison.predicted.overlap_at_reuse == pytest.approx(overlap)
+    assert comparison.measured.attended_tokens == pytest.approx(np.mean([r["attended_tokens"] for r in steps]))
+    assert comparison.predicted.attended_tokens == pytest.approx(comparison.measured.attended_tokens)
+    assert comparison.predicted.bytes_per_token == comparison.measured.bytes_per_token
+    assert comparison.mean_difference == pytest.approx(
+        comparison.predicted.retained_mass - comparison.measured.retained_mass
+    )
+    assert comparison.mean_distance >= abs(comparison.mean_difference)
 
 
 def test_another_run_is_compared_up_to_the_first_other_token(tmp_path):
     """The step whose token differs still saw the same tokens, so it counts."""
     full = Trace.open(make_trace(tmp_path / "full", seed=5))
     folder = make_trace(tmp_path / "real", policy="sfi", seed=6, audit=3)
-    rewrite(folder, "steps", lambda found: [row | {"token_id": 77} if row["step"] == 33 else row for row in found])
+    rewrite(folder, "steps", lambda steps: [row | {"token_id": 77} if row["step"] == 33 else row for row in steps])
     real = Trace.open(folder)
-    found = compare(Supports.load(full), full, real)
-    assert found.requests == [{"request": 0, "steps": 34, "recorded_steps": 60, "measured_steps": 60}]
+    comparison = compare(Supports.load(full), full, real)
+    assert comparison.requests == [{"request": 0, "steps": 34, "recorded_steps": 60, "measured_steps": 60}]
     audited = [row for row in real.table("supports").to_pylist() if row["step"] % 10 and row["step"] < 34]
     assert len(audited) == 4 * 10  # every third step but 0 and 30
-    assert found.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
+    assert comparison.measured.retained_mass == pytest.approx(np.mean([r["retained_mass"] for r in audited]))
     (supports,) = Supports.load(full)
     metrics = replay_request(supports, Setting.recorded(real))
     places = sorted({row["step"] for row in audited})
-    assert found.predicted.retained_mass == pytest.approx(metrics.lower_NU[places].mean())
-    assert found.same_schedule
+    assert comparison.predicted.retained_mass == pytest.approx(metrics.lower_NU[places].mean())
+    assert comparison.same_schedule
 
 
 @pytest.mark.parametrize(
@@ -261,7 +263,7 @@ def test_top_takes_the_lower_index_of_a_tie_and_no_zeros():
 
 def test_the_front_holds_what_nothing_else_beats():
     points = [(1.0, 1.0), (2.0, 0.9), (2.0, 0.8), (3.0, 0.7), (2.5, 0.6), (2.0, 0.9), (4.0, 0.1), (1.5, 0.9)]
-    outcomes = [outcome(speedup=speedup, retained_mass=kept) for speedup, kept in points]
+    outcomes = [outcome(speedup=speedup, retained_mass=mass) for speedup, mass in points]
     assert pareto(outcomes) == [True, True, False, True, False, True, True, False]
     assert pareto([]) == []
 
@@ -291,15 +293,15 @@ def bundled_run(tmp_path_factory) -> Callable[[str], Trace]:
 def test_a_real_run_measures_what_was_predicted(bundled_run, source):
     """All positions are recorded, so that both bounds are one; the Selector picks almost the Top-K."""
     trace, real = bundled_run(source), bundled_run("sfi")
-    found = compare(Supports.load(trace), trace, real)
-    assert found.same_schedule
-    assert (found.requests[0]["steps"], found.predicted.fast_steps) == (40, 36)
-    assert found.predicted.retained_mass_upper - found.predicted.retained_mass < 1e-4
-    assert abs(found.mean_difference) < 0.01
-    assert found.mean_distance < 0.02
-    assert found.predicted.attended_tokens == pytest.approx(found.measured.attended_tokens)
+    comparison = compare(Supports.load(trace), trace, real)
+    assert comparison.same_schedule
+    assert (comparison.requests[0]["steps"], comparison.predicted.fast_steps) == (40, 36)
+    assert comparison.predicted.retained_mass_upper - comparison.predicted.retained_mass < 1e-4
+    assert abs(comparison.mean_difference) < 0.01
+    assert comparison.mean_distance < 0.02
+    assert comparison.predicted.attended_tokens == pytest.approx(comparison.measured.attended_tokens)
     # every position is in the recorded support of every step
-    assert found.predicted.overlap_at_reuse == found.measured.overlap_at_reuse == 1
+    assert comparison.predicted.overlap_at_reuse == comparison.measured.overlap_at_reuse == 1
 
 
 @pytest.mark.parametrize(
@@ -317,14 +319,14 @@ def test_a_run_is_slow_where_its_replay_says(tmp_path, rules):
             max_new_tokens=25, stop_token_ids=[], observers=[observer], audit=AuditConfig(every=1),
         )  # fmt: skip
     trace = Trace.open(tmp_path / "run")
-    found = compare(Supports.load(trace), trace, trace)
-    assert found.same_schedule
-    assert 1 < found.measured.reasons[rules["trigger_policy"]] < 22
+    comparison = compare(Supports.load(trace), trace, trace)
+    assert comparison.same_schedule
+    assert 1 < comparison.measured.reasons[rules["trigger_policy"]] < 22
 
 
 def test_recorded_tokens_give_the_triggers_that_the_tokenizer_gave(bundled_run):
     trace = bundled_run("full-kv")
     (supports,) = Supports.load(trace)
-    found = RecordedVocabulary.of([trace]).trigger_ids(trace.manifest["config"]["triggers"])
-    assert found == set(trace.manifest["trigger_token_ids"]) & set(supports.tokens)
-    assert found
+    trigger_ids = RecordedVocabulary.of([trace]).trigger_ids(trace.manifest["config"]["triggers"])
+    assert trigger_ids == set(trace.manifest["trigger_token_ids"]) & set(supports.tokens)
+    assert trigger_ids

@@ -107,16 +107,16 @@ def test_sizes_of_the_memory_are_those_of_the_sparse_state(supports, mode, recen
 
 def test_a_grid_holds_each_counterfactual_once():
     """Under "stride" T_max and the trigger set change nothing, under "boundary" the stride does not."""
-    found = grid(
+    settings = grid(
         setting(),
         ["boundary", "stride", "never"],
         {"stop": frozenset({STOP}), "full stop": frozenset({STOP}), "none": frozenset()},
         {"t_max": [8, 16], "stride": [4, 5], "budget": [10, 20]},
     )
-    keys = [(s.policy, s.triggers, s.config.t_max, s.config.stride, s.config.budget) for s in found]
+    keys = [(s.policy, s.triggers, s.config.t_max, s.config.stride, s.config.budget) for s in settings]
     assert len(keys) == 2 * (2 * 2) + 2 * 2 + 2
     assert {k[1] for k in keys if k[0] == "boundary"} == {"stop", "none"}
-    row = found[-1].to_dict()
+    row = settings[-1].to_dict()
     assert (row["policy"], row["t_max"], row["stride"], row["triggers"]) == ("never", None, None, None)
     assert row["budget"] == 20
 
@@ -135,7 +135,9 @@ def test_trigger_strings_match_recorded_tokens_as_a_run_would_match_its_tokenize
 
 def test_a_redacted_trace_replays_its_own_triggers_only(tmp_path, trace):
     redacted = Trace.open(redact(make_trace(tmp_path / "trace", steps=STEPS)))
-    own = Supports.load(redacted)[0]
-    assert slow_at(own, Setting.recorded(redacted)) == slow_at(Supports.load(trace)[0], Setting.recorded(trace))
+    redacted_supports = Supports.load(redacted)[0]
+    assert slow_at(redacted_supports, Setting.recorded(redacted)) == slow_at(
+        Supports.load(trace)[0], Setting.recorded(trace)
+    )
     with pytest.raises(TraceError, match="is redacted; it can be replayed with its own triggers"):
         RecordedVocabulary.of([redacted])

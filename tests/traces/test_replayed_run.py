@@ -37,10 +37,10 @@ def recorded(
 
 @pytest.fixture
 def recorder(monkeypatch) -> FakeRecorder:
-    made = FakeRecorder()
-    made.install(monkeypatch)
+    fake = FakeRecorder()
+    fake.install(monkeypatch)
     use_tensors(monkeypatch)
-    return made
+    return fake
 
 
 @pytest.fixture
@@ -50,23 +50,25 @@ def traces(tmp_path, recorder) -> tuple[Trace, Trace]:
 
 
 def rows(trace: Trace, table: str) -> list[dict]:
-    found = [{name: value for name, value in row.items() if name not in OWN} for row in trace.table(table).to_pylist()]
+    table_rows = [
+        {name: value for name, value in row.items() if name not in OWN} for row in trace.table(table).to_pylist()
+    ]
     if table == "timings":
-        return [row for row in found if row["layer"] is None and row["name"] in SPANS]
-    return found
+        return [row for row in table_rows if row["layer"] is None and row["name"] in SPANS]
+    return table_rows
 
 
-def in_order(found: list[dict]) -> list[dict]:
+def in_order(table_rows: list[dict]) -> list[dict]:
     keys = ("request", "step", "position", "layer", "head", "name")
-    return sorted(found, key=lambda row: [str(row.get(key)) for key in keys])
+    return sorted(table_rows, key=lambda row: [str(row.get(key)) for key in keys])
 
 
-def assert_alike(one: dict, other: dict) -> None:
+def assert_alike(row: dict, other: dict) -> None:
     for name, value in other.items():
         if isinstance(value, float):
-            assert one[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, other)
+            assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), (name, other)
         else:
-            assert one[name] == value, (name, other)
+            assert row[name] == value, (name, other)
 
 
 def test_every_table_is_the_eager_one_s_but_for_spans_and_times(traces, recorder):
@@ -74,8 +76,8 @@ def test_every_table_is_the_eager_one_s_but_for_spans_and_times(traces, recorder
     for table in TABLES:
         ours, theirs = in_order(rows(replayed, table)), in_order(rows(eager, table))
         assert len(ours) == len(theirs), table
-        for one, other in zip(ours, theirs, strict=True):
-            assert_alike(one, other)
+        for row, other in zip(ours, theirs, strict=True):
+            assert_alike(row, other)
     assert len(rows(replayed, "steps")) == 25
     refreshes = {(row["request"], row["step"]) for row in rows(replayed, "selections")}
     assert len(refreshes) == sum(row["slow"] for row in rows(replayed, "steps")) > 9
@@ -99,15 +101,15 @@ def test_audited_steps_run_eagerly_between_replays(tmp_path, recorder):
     for table in ("steps", "selections", "supports", "logits"):
         ours, theirs = in_order(rows(replayed, table)), in_order(rows(eager, table))
         assert len(ours) == len(theirs), table
-        for one, other in zip(ours, theirs, strict=True):
-            assert_alike(one, other)
+        for row, other in zip(ours, theirs, strict=True):
+            assert_alike(row, other)
     assert recorder.plays > 0
     steps = replayed.table("steps").to_pylist()
     assert not any(row["graphs"] for row in steps if row["audited"])
     before = {(row["request"], row["step"]) for row in steps if row["graphs"]}
-    found = [row for row in rows(replayed, "supports") if (row["request"], row["step"] - 1) in before]
-    assert found
-    assert all(row["query_cosine"] is not None for row in found)
+    supports = [row for row in rows(replayed, "supports") if (row["request"], row["step"] - 1) in before]
+    assert supports
+    assert all(row["query_cosine"] is not None for row in supports)
 
 
 def test_a_step_has_the_shape_that_the_model_of_bytes_gives(traces):
@@ -116,15 +118,15 @@ def test_a_step_has_the_shape_that_the_model_of_bytes_gives(traces):
     bytes_ = ByteModel.of({**trace.manifest["model"], "weight_bytes": 0}, dense_layers=(1,))
     steps = trace.table("steps").to_pylist()
     for row in steps:
-        mates = [one for one in steps if one["batch_step"] == row["batch_step"]]
-        assert row["slow_requests"] == sum(one["slow"] for one in mates)
-        assert row["fast_requests"] == sum(not one["slow"] for one in mates)
-        assert row["cached_tokens"] == sum(one["context_tokens"] for one in mates)
+        mates = [mate for mate in steps if mate["batch_step"] == row["batch_step"]]
+        assert row["slow_requests"] == sum(mate["slow"] for mate in mates)
+        assert row["fast_requests"] == sum(not mate["slow"] for mate in mates)
+        assert row["cached_tokens"] == sum(mate["context_tokens"] for mate in mates)
         expected = 0.0
-        for one in mates:
-            length, attended = one["context_tokens"], one["attended_tokens"]
+        for mate in mates:
+            length, attended = mate["context_tokens"], mate["attended_tokens"]
             sparse = 2 * attended - length  # the mean over a sparse layer and a dense one
-            expected += bytes_.dense(length) if one["slow"] else bytes_.fast(length, sparse)
+            expected += bytes_.dense(length) if mate["slow"] else bytes_.fast(length, sparse)
         assert row["moved_bytes"] == expected
     assert {row["fast_requests"] for row in steps} == {0, 1, 2}
 

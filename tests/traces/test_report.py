@@ -96,7 +96,7 @@ def test_the_figures_have_the_numbers_of_the_trace(shown):
     assert alike.tolist() == compare_heads([sfi.supports])["matrix"].tolist()
     cosine, *courses = figures["query-cosine"]["data"]
     heads = query_cosine(sfi)["heads"]
-    mean_of = {(one["layer"], one["head"]): one["mean"] for one in heads}
+    mean_of = {(head["layer"], head["head"]): head["mean"] for head in heads}
     assert array(cosine["z"]).tolist() == HeadMap.of(mean_of).value.T.tolist()
     assert [len(array(line["y"])) for line in courses] == [39] * 4
 
@@ -108,11 +108,11 @@ def words(page: str) -> dict:
 def test_the_page_has_what_each_refresh_selected(tmp_path):
     """As many KV heads of each layer as the trace's own rows say, though some select on their own."""
     view = Request(Trace.open(make_trace(tmp_path / "t", steps=40, policy="freekv")))
-    found = words(render(view))
-    begins, layers = found["counts"]["begins"], found["layers"]
-    deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
+    page_data = words(render(view))
+    begins, layers = page_data["counts"]["begins"], page_data["layers"]
+    deltas = np.frombuffer(zlib.decompress(base64.b64decode(page_data["counts"]["packed"])), np.uint8)
     counts = deltas.reshape(len(begins), len(layers), -1).cumsum(0, dtype=np.uint8)
-    assert found["cells"][10] == f" {WORDS[0]}"
+    assert page_data["cells"][10] == f" {WORDS[0]}"
     for step in (5, 17, 39):
         reads = view.reads(step)
         state = np.searchsorted(begins, step, side="right") - 1
@@ -126,15 +126,15 @@ def test_the_page_has_what_each_refresh_selected(tmp_path):
 def test_the_page_has_the_places_with_the_most_attention(sfi):
     half = [True, False] * 12
     rewrite(sfi.trace.path, "supports", lambda rows: [row | {"read": half} for row in rows])
-    found = words(render(Request(sfi.trace)))["mass"]
-    lists = np.frombuffer(zlib.decompress(base64.b64decode(found["packed"])), np.uint16)
-    lists = lists.reshape(len(found["steps"]), len(found["layers"]), found["list"], 3)
+    masses = words(render(Request(sfi.trace)))["mass"]
+    lists = np.frombuffer(zlib.decompress(base64.b64decode(masses["packed"])), np.uint16)
+    lists = lists.reshape(len(masses["steps"]), len(masses["layers"]), masses["list"], 3)
     whole, lost = np.zeros(260), np.zeros(260)
-    own = sfi.supports.of_places([(1, 0), (1, 1)])
-    for position, mass in zip(own.position_NUK[7], own.mass_NUK[7], strict=True):
+    supports = sfi.supports.of_places([(1, 0), (1, 1)])
+    for position, mass in zip(supports.position_NUK[7], supports.mass_NUK[7], strict=True):
         np.add.at(whole, position, mass / 2)
         np.add.at(lost, position[1::2], mass[1::2] / 2)
-    cell, mass, missed = lists[found["steps"].index(7), 1].astype(int).T
+    cell, mass, missed = lists[masses["steps"].index(7), 1].astype(int).T
     assert sorted(mass, reverse=True) == mass.tolist()
     assert np.abs(mass / 65_535 - whole[cell]).max() < 1e-5
     assert np.abs(missed / 65_535 - lost[cell]).max() < 1e-5
@@ -143,18 +143,18 @@ def test_the_page_has_the_places_with_the_most_attention(sfi):
 def test_refreshes_that_do_not_fit_are_left_out_and_the_page_says_from_where(sfi, monkeypatch):
     monkeypatch.setattr("sfi_traces.report.text.MOST_BYTES", 0)
     monkeypatch.setattr("sfi_traces.report.text.MOST_CELLS", 100)
-    found = words(render(sfi))
-    assert found["perCell"] == 3
-    assert len(found["cells"]) == 80
-    assert (found["counts"]["begins"], found["counts"]["until"]) == ([1], 11)
+    page_data = words(render(sfi))
+    assert page_data["perCell"] == 3
+    assert len(page_data["cells"]) == 80
+    assert (page_data["counts"]["begins"], page_data["counts"]["until"]) == ([1], 11)
 
 
 def test_an_imported_step_lights_the_positions_of_its_own_selection(tmp_path):
     import_trace(write_npz(tmp_path / "a.npz"), tmp_path / "a", tokenizer=load_tokenizer())
-    found = words(render(Request(Trace.open(tmp_path / "a"))))
-    assert found["slow"] == []
-    assert found["counts"]["begins"] == list(range(STEPS))
-    deltas = np.frombuffer(zlib.decompress(base64.b64decode(found["counts"]["packed"])), np.uint8)
+    page_data = words(render(Request(Trace.open(tmp_path / "a"))))
+    assert page_data["slow"] == []
+    assert page_data["counts"]["begins"] == list(range(STEPS))
+    deltas = np.frombuffer(zlib.decompress(base64.b64decode(page_data["counts"]["packed"])), np.uint8)
     counts = deltas.reshape(STEPS, LAYERS, -1).cumsum(0, dtype=np.uint8)
     for step, layers in enumerate(selection_arrays()["positions"]):
         for layer, position in enumerate(layers):
@@ -315,12 +315,12 @@ def _a_step_unlike_full_attention_leads_to_what_it_missed(page) -> None:
     """Each is a colored token of the answer; the page opens with that of the largest divergence."""
     until(page, "document.getElementById('source').dataset.ready === 'true'")
     listed = page.locator("#others button")
-    told = [text.split() for text in listed.all_inner_texts()]
-    assert page.locator("#text .other").count() == len(told) > 1
-    assert page.locator("#words-step").text_content().startswith(f"step {told[0][1]} fast")
+    labels = [text.split() for text in listed.all_inner_texts()]
+    assert page.locator("#text .other").count() == len(labels) > 1
+    assert page.locator("#words-step").text_content().startswith(f"step {labels[0][1]} fast")
     listed.nth(1).click()
     said = page.locator("#words-step").text_content()
-    assert said.startswith(f"step {told[1][1]} fast; attended ")
+    assert said.startswith(f"step {labels[1][1]} fast; attended ")
     assert "full attention: ' river' (" in said
     assert re.search(
         r"full attention ' river' \(\d+%\)\s+KL 0\.\d+; missed: .+ of the attention\)", listed.nth(1).inner_text()

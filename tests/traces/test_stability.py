@@ -44,7 +44,7 @@ def test_intersections_equal_those_of_python_sets(monkeypatch, block):
     monkeypatch.setattr(overlaps, "BLOCK", block)
     rng = np.random.default_rng(0)
     sets = [np.sort(rng.choice(60, size, replace=False)) for size in (5, 40, 1, 0, 60, 17)]
-    expected = [[len({*one} & {*other}) for other in sets] for one in sets]
+    expected = [[len({*positions} & {*other}) for other in sets] for positions in sets]
     assert overlaps.intersections(overlaps.padded(pa.array(sets))).tolist() == expected
     assert overlaps.intersections(np.full((2, 1), -1)).tolist() == [[0, 0], [0, 0]]
 
@@ -151,7 +151,7 @@ def test_phases_of_a_step_add_up_to_its_wall_time(sfi):
 
 def test_the_audits_time_is_in_no_phase(sfi):
     before, other = step_phases(sfi), {"sample": {"name": "shadow"}}
-    rewrite(sfi.trace.path, "timings", lambda found: [row | other.get(row["name"], {}) for row in found])
+    rewrite(sfi.trace.path, "timings", lambda timings: [row | other.get(row["name"], {}) for row in timings])
     data = step_phases(sfi)
     assert "sample" not in data.phases
     assert data.audit_us == pytest.approx(before.phases["sample"].mean())
@@ -159,7 +159,7 @@ def test_the_audits_time_is_in_no_phase(sfi):
 
 
 def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
-    rewrite(sfi.trace.path, "steps", lambda found: [row for row in found if row["step"] < 25])
+    rewrite(sfi.trace.path, "steps", lambda steps: [row for row in steps if row["step"] < 25])
     view = Request(sfi.trace)
     assert view.supports.step_N.tolist() == list(range(25))
     assert step_phases(view).step.tolist() == list(range(1, 25))
@@ -168,7 +168,7 @@ def test_what_a_killed_run_wrote_beyond_its_last_step_is_left_out(sfi):
 
 def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
     place = {"step": 7, "layer": 1, "head": 1}
-    rewrite(sfi.trace.path, "supports", lambda found: [row for row in found if row | place != row])
+    rewrite(sfi.trace.path, "supports", lambda table: [row for row in table if row | place != row])
     assert Request(sfi.trace).supports.step_N.tolist() == [*range(7), *range(8, 45)]
     assert 7 in Request(sfi.trace, layer=0).supports.step_N
 
@@ -177,7 +177,7 @@ def test_a_step_that_lacks_a_support_somewhere_is_left_out(sfi):
     ("wanted", "option"), [({"head": 1}, "--audit 1"), ({"layer": 1}, "--audit 1 --set audit.layers=1")]
 )
 def test_supports_that_are_missing_name_an_option_that_exists(sfi, wanted, option):
-    rewrite(sfi.trace.path, "supports", lambda found: [row for row in found if row["layer"] == row["head"] == 0])
+    rewrite(sfi.trace.path, "supports", lambda table: [row for row in table if row["layer"] == row["head"] == 0])
     with pytest.raises(TraceError, match=f"; record it with {option}$"):
         assert Request(sfi.trace, 0, **wanted).supports
 
@@ -196,17 +196,17 @@ def test_counts_are_those_of_python_sets(first_width, second_width):
     rng = random.Random(first_width)
     first, firsts = padded_rows(rng, (4, 50), first_width)
     second, seconds = padded_rows(rng, (4, 50), second_width)
-    found = Overlap.of(first, second)
+    counts = Overlap.of(first, second)
     pairs = list(zip(firsts, seconds, strict=True))
-    assert found.both.shape == (4, 50)
-    assert found.both.ravel().tolist() == [len(a & b) for a, b in pairs]
-    assert found.first.ravel().tolist() == [len(a) for a in firsts]
-    assert found.second.ravel().tolist() == [len(b) for b in seconds]
+    assert counts.both.shape == (4, 50)
+    assert counts.both.ravel().tolist() == [len(a & b) for a, b in pairs]
+    assert counts.first.ravel().tolist() == [len(a) for a in firsts]
+    assert counts.second.ravel().tolist() == [len(b) for b in seconds]
     smaller = [min(len(a), len(b)) for a, b in pairs]
     expected = [len(a & b) / n if n else np.nan for (a, b), n in zip(pairs, smaller, strict=True)]
-    np.testing.assert_allclose(found.coefficient.ravel(), expected, rtol=1e-6)
+    np.testing.assert_allclose(counts.coefficient.ravel(), expected, rtol=1e-6)
     union = [len(a & b) / len(a | b) if a | b else np.nan for a, b in pairs]
-    np.testing.assert_allclose(found.jaccard.ravel(), union, rtol=1e-6)
+    np.testing.assert_allclose(counts.jaccard.ravel(), union, rtol=1e-6)
 
 
 SKEWED = [0.0] * 12 + [0.1, 0.2, 0.4, 1.0]
@@ -217,21 +217,21 @@ SKEWED = [0.0] * 12 + [0.1, 0.2, 0.4, 1.0]
     [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (1, 2, 0.0945, 0.9055)],
 )
 def test_wilson_interval_is_the_published_one(right, n, low, high):
-    found = wilson([1.0] * right + [0.0] * (n - right))
-    assert found.mean == right / n
-    assert (found.low, found.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
+    interval = wilson([1.0] * right + [0.0] * (n - right))
+    assert interval.mean == right / n
+    assert (interval.low, interval.high) == (pytest.approx(low, abs=5e-5), pytest.approx(high, abs=5e-5))
 
 
 def test_paired_difference_cancels_what_is_hard_for_both():
     hard = [0.0, 1.0] * 10
-    found = paired_difference(hard, hard)
-    assert found == (0.0, 0.0, 0.0)
+    difference = paired_difference(hard, hard)
+    assert difference == (0.0, 0.0, 0.0)
 
 
 def test_paired_interval_of_two_samples_is_their_range():
     """Of the four equally likely resamples one is all of either, so 2.5 % lies within it."""
-    found = paired_difference([1.0, 0.5], [0.0, 0.5])
-    assert (found.mean, found.low, found.high) == (0.5, 0.0, 1.0)
+    difference = paired_difference([1.0, 0.5], [0.0, 0.5])
+    assert (difference.mean, difference.low, difference.high) == (0.5, 0.0, 1.0)
 
 
 def test_paired_difference_refuses_what_is_not_paired():
@@ -240,7 +240,7 @@ def test_paired_difference_refuses_what_is_not_paired():
 
 
 def test_the_paired_interval_is_the_percentiles_of_resamples():
-    found = paired_difference(SKEWED, [0.0] * len(SKEWED))
+    interval = paired_difference(SKEWED, [0.0] * len(SKEWED))
     drawn = np.random.default_rng(1).integers(len(SKEWED), size=(100_000, len(SKEWED)))
     ends = np.quantile(np.array(SKEWED)[drawn].mean(1), (0.025, 0.975))
-    assert [found.low, found.high] == pytest.approx(ends, abs=0.01)
+    assert [interval.low, interval.high] == pytest.approx(ends, abs=0.01)

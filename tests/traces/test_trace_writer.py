@@ -87,9 +87,9 @@ def test_a_recorded_step_has_its_other_rows(tmp_path, monkeypatch):
 def on_a_full_disk(path, new_file=files.new_file):
     if path.suffix != ".parquet":
         return new_file(path)
-    made = path.with_name(".full.tmp")
-    made.symlink_to("/dev/full")
-    return made
+    link = path.with_name(".full.tmp")
+    link.symlink_to("/dev/full")
+    return link
 
 
 @pytest.mark.parametrize(("elapsed", "due"), [(0, 2), (10, 12), (50, 55), (600, 660), (7200, 7260)])
@@ -160,21 +160,21 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
     monkeypatch.setattr(TraceRows, "on_selection", slow)
     monkeypatch.setattr(trace_writer, "QUEUE_BYTES", 20_000)
     index = torch.arange(500, dtype=torch.int32)[None]
-    told = []
+    decoded = []
 
     def decode() -> None:
         observer.on(run_event(1))
         for step in range(40):
             observer.on(SelectionEvent(request=0, step=step, layer=0, index_HK=index, diagnostics={}))
             tell(observer, [step])
-            told.append(step)
+            decoded.append(step)
 
     with ParquetObserver(tmp_path / "trace") as observer:
         decoder = threading.Thread(target=decode)
         decoder.start()
-        wait_for(lambda: len(told) > 5)
+        wait_for(lambda: len(decoded) > 5)
         time.sleep(0.1)
-        assert len(told) < 20  # 2,000 bytes each: ten fit
+        assert len(decoded) < 20  # 2,000 bytes each: ten fit
         gate.set()
         decoder.join()
     assert len(Trace.open(tmp_path / "trace").table("selections")) == 40
@@ -183,7 +183,7 @@ def test_decoding_waits_for_a_slow_disk_only_when_the_queue_is_full(tmp_path, mo
 def record_two(folder, monkeypatch, *, lost_at: int | None = None) -> dict[int, Told]:
     """Record a run on two ranks in one process: what rank 1 sends is kept, and given to rank 0."""
     sent, received = [], []
-    told = {}
+    by_rank = {}
 
     def exchange(ranks: Ranks, ours):
         if ranks.number:
@@ -200,32 +200,32 @@ def record_two(folder, monkeypatch, *, lost_at: int | None = None) -> dict[int, 
         for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
         with ParquetObserver(folder) as observer:
-            told[rank] = Told(observer, 0, batch=2, steps=12, seed=3, ranks=2, rank=rank)
-    return told
+            by_rank[rank] = Told(observer, 0, batch=2, steps=12, seed=3, ranks=2, rank=rank)
+    return by_rank
 
 
 def test_the_first_rank_writes_every_head_once_and_every_step_once(tmp_path, monkeypatch):
-    told = record_two(tmp_path / "run", monkeypatch)
+    by_rank = record_two(tmp_path / "run", monkeypatch)
     trace = Trace.open(tmp_path / "run")
     assert trace.ranks == 2
     assert {layer["heads"] for layer in trace.manifest["model"]["layers"]} == {2 * HEADS}
     for name in ("prompts", "steps", "logits", "verifications"):
-        assert len(rows(trace, name)) == len(told[0].rows[name]) > 0
+        assert len(rows(trace, name)) == len(by_rank[0].rows[name]) > 0
     keys = ("request", "step", "layer", "head")
     for name in ("selections", "supports"):
-        expected = [row | {"head": row["head"] + HEADS * rank} for rank in told for row in told[rank].rows[name]]
+        expected = [row | {"head": row["head"] + HEADS * rank} for rank in by_rank for row in by_rank[rank].rows[name]]
         columns = [*keys, "positions"]
-        found = trace.table(name, columns).sort_by([(key, "ascending") for key in keys]).to_pylist()
+        recorded = trace.table(name, columns).sort_by([(key, "ascending") for key in keys]).to_pylist()
         expected.sort(key=lambda row: [row[key] for key in keys])
-        assert found == [{key: row[key] for key in columns} for row in expected]
+        assert recorded == [{key: row[key] for key in columns} for row in expected]
     assert {row["rank"] for row in rows(trace, "timings")} == {0, 1}
 
 
 def test_without_the_other_rank_the_first_one_goes_on_alone(tmp_path, monkeypatch):
-    told = record_two(tmp_path / "run", monkeypatch, lost_at=9)
+    by_rank = record_two(tmp_path / "run", monkeypatch, lost_at=9)
     trace = Trace.open(tmp_path / "run")
-    assert len(rows(trace, "steps")) == len(told[0].rows["steps"])
+    assert len(rows(trace, "steps")) == len(by_rank[0].rows["steps"])
     last = max(row["step"] for row in rows(trace, "supports"))
-    ours = [row for row in told[0].rows["supports"] if row["step"] == last]
+    ours = [row for row in by_rank[0].rows["supports"] if row["step"] == last]
     assert len(rows(trace, "supports", step=last)) == len(ours)
-    assert len(rows(trace, "supports")) > len(told[0].rows["supports"])
+    assert len(rows(trace, "supports")) > len(by_rank[0].rows["supports"])

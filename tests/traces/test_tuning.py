@@ -109,9 +109,9 @@ def test_a_trial_is_asked_for_what_its_trigger_policy_looks_at(base, recorded, p
     """What the policy ignores would only give one counterfactual many names."""
     other = NamedSet(name="other", token_ids=frozenset({1}), strings=("the",))
     trial = FixedTrial(VALUES)
-    found = space(base, recorded, other, trigger_policy=policy, recent="16").setting(trial)
+    chosen = space(base, recorded, other, trigger_policy=policy, recent="16").setting(trial)
     assert set(trial.params) == asked
-    assert found.policy == policy
+    assert chosen.policy == policy
 
 
 def test_the_trace_s_own_setting_is_a_first_trial_where_it_may_be_tried(base, recorded):
@@ -137,9 +137,9 @@ def test_trigger_sets_that_no_token_tells_apart_are_one(trace, base):
 def test_an_outcome_is_replayed_once(base, recorded, monkeypatch):
     calls, whole = [], searched.replay
     monkeypatch.setattr(searched, "replay", lambda *given: calls.append(given) or whole(*given))
-    own = Tuning(traces=[], recorded=[recorded], space=space(base, recorded), limits=Limits())
+    tuned = Tuning(traces=[], recorded=[recorded], space=space(base, recorded), limits=Limits())
     named = Setting(config=base.config, trigger_token_ids=base.trigger_token_ids, triggers="other")
-    assert own.outcome(base) == own.outcome(named)
+    assert tuned.outcome(base) == tuned.outcome(named)
     assert len(calls) == 1
 
 
@@ -161,8 +161,8 @@ def test_the_choice_follows_its_rule():
 
 def test_limits_say_by_how_much_they_are_missed():
     limits = Limits(min_retained=0.9, max_read=0.2)
-    found = limits.violations(outcome(retained_mass=0.8, read_ratio=0.1))
-    assert found == pytest.approx({"min-retained": 0.1, "max-read": -0.1})
+    violations = limits.violations(outcome(retained_mass=0.8, read_ratio=0.1))
+    assert violations == pytest.approx({"min-retained": 0.1, "max-read": -0.1})
     assert not limits.kept_by(outcome(retained_mass=0.8, read_ratio=0.1))
     assert limits.kept_by(outcome(retained_mass=0.9, read_ratio=0.2))
     assert Limits().kept_by(outcome(retained_mass=0.0, read_ratio=1.0))
@@ -210,12 +210,12 @@ def tuning(*traces: Trace, limits: Limits | None = None, **axes) -> Tuning:
 
 
 def test_a_search_begins_with_the_trace_s_own_setting_and_tells_of_each_trial(trace):
-    told: list[int] = []
-    own = tuning(trace, recent="16,20")
-    found = find(own, 12, on_trial=told.append)
-    assert told == list(range(1, 13))
-    outcome = own.outcome(own.space.base)
-    assert found.document()["points"][0] == [outcome.bytes_per_token, outcome.retained_mass]
+    trials: list[int] = []
+    tuned = tuning(trace, recent="16,20")
+    result = find(tuned, 12, on_trial=trials.append)
+    assert trials == list(range(1, 13))
+    outcome = tuned.outcome(tuned.space.base)
+    assert result.document()["points"][0] == [outcome.bytes_per_token, outcome.retained_mass]
 
 
 def test_ctrl_c_leaves_the_trials_before_it(trace):
@@ -223,44 +223,44 @@ def test_ctrl_c_leaves_the_trials_before_it(trace):
         if done == 2:
             raise KeyboardInterrupt
 
-    found = find(tuning(trace), 10, on_trial=interrupted)
-    assert (found.interrupted, found.document()["trials"]) == (True, 2)
+    result = find(tuning(trace), 10, on_trial=interrupted)
+    assert (result.interrupted, result.document()["trials"]) == (True, 2)
 
 
 def test_nothing_tried_beats_the_front(trace):
-    own = tuning(trace)
-    found = find(own, 40)
-    data = found.document()
+    tuned = tuning(trace)
+    result = find(tuned, 40)
+    data = result.document()
     assert len(data["points"]) == data["trials"] == 40
-    front = [costs(candidate.outcome) for candidate in found.front]
+    front = [costs(candidate.outcome) for candidate in result.front]
     assert front == sorted(front)
-    tried = [(bytes_, -kept) for bytes_, kept in data["points"]]
-    for cost, kept in front:
-        assert not any(other[0] <= cost and other[1] <= kept and other != (cost, kept) for other in tried)
+    tried = [(bytes_, -mass) for bytes_, mass in data["points"]]
+    for cost, loss in front:
+        assert not any(other[0] <= cost and other[1] <= loss and other != (cost, loss) for other in tried)
     for point in tried:
-        assert any(cost <= point[0] and kept <= point[1] for cost, kept in front)
-    assert [row["chosen"] for row in data["front"]].index(True) == found.chosen
+        assert any(cost <= point[0] and loss <= point[1] for cost, loss in front)
+    assert [row["chosen"] for row in data["front"]].index(True) == result.chosen
 
 
 def test_a_seed_tries_the_same_settings(trace):
-    own = tuning(trace)
-    points = [find(own, 15, seed=seed).document()["points"] for seed in (1, 1, 2)]
+    tuned = tuning(trace)
+    points = [find(tuned, 15, seed=seed).document()["points"] for seed in (1, 1, 2)]
     assert points[0] == points[1] != points[2]
 
 
 def test_every_setting_of_the_front_keeps_the_limits(trace):
     limits = Limits(min_retained=0.25, max_read=0.6)
-    found = find(tuning(trace, limits=limits), 40)
-    assert all(limits.kept_by(candidate.outcome) for candidate in found.front)
-    assert found.chosen == 0  # the cheapest
-    kept = [point[1] for point in found.document()["points"]]
-    assert min(kept) < 0.25
+    result = find(tuning(trace, limits=limits), 40)
+    assert all(limits.kept_by(candidate.outcome) for candidate in result.front)
+    assert result.chosen == 0  # the cheapest
+    masses = [point[1] for point in result.document()["points"]]
+    assert min(masses) < 0.25
 
 
 def test_limits_that_nothing_keeps_say_how_close_it_came(trace):
-    own = tuning(trace, limits=Limits(min_retained=0.99, max_read=0.3), trigger_policy="boundary")
+    tuned = tuning(trace, limits=Limits(min_retained=0.99, max_read=0.3), trigger_policy="boundary")
     with pytest.raises(SfiError, match=r"keep at least 0\.99 and read at most 0\.3, got none in 20"):
-        find(own, 20)
+        find(tuned, 20)
 
 
 def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path):
@@ -269,8 +269,8 @@ def test_a_budget_beyond_the_audit_s_is_cut_to_it_and_the_table_says_so(tmp_path
     top = wide.manifest["audit"]["top"]
     tuned = tuning(wide)
     assert tuned.space.base.config.budget == top
-    found = find(tuned, 5)
-    assert f"but for its budget of 2,048: the audit recorded {top}; >" in rendered(tune_text(found.document()))
+    result = find(tuned, 5)
+    assert f"but for its budget of 2,048: the audit recorded {top}; >" in rendered(tune_text(result.document()))
 
 
 SETTINGS = ({"budget": 64}, {}, {"budget": 600, "trigger_policy": "stride", "stride": 8})
@@ -305,21 +305,21 @@ def confirmed(loaded, bundled, bundled_supports):
     model, tokenizer = loaded
     material = Material.of_trace(bundled, bundled_supports, tokenizer)
     base = Setting.recorded(bundled)
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     confirmer = Confirmer(model=model, tokenizer=tokenizer, material=[material])
     configs = [base.config.replace(**changes) for changes in SETTINGS]
-    rows, speed = confirmer(configs, ["sfi"] * 3, lambda *counts: told.append(counts))
-    return rows, speed, told
+    rows, speed = confirmer(configs, ["sfi"] * 3, lambda *counts: progress.append(counts))
+    return rows, speed, progress
 
 
 @pytest.mark.exhaustive
 def test_a_prediction_is_close_to_what_the_run_measures(confirmed):
-    rows, speed, told = confirmed
+    rows, speed, progress = confirmed
     for row in rows[:2]:
         assert row.comparison.requests[0]["steps"] == 50
         assert abs(row.error) < 0.05
         assert row.comparison.same_schedule
-    assert told == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert progress == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert speed > 0
 
 
@@ -327,9 +327,9 @@ def test_a_prediction_is_the_replay_s(confirmed, bundled, bundled_supports):
     rows, _, _ = confirmed
     base = Setting.recorded(bundled)
     for row, changes in list(zip(rows, SETTINGS, strict=True))[:2]:
-        own = replay(bundled_supports, replace(base, config=base.config.replace(**changes)))
-        assert row.comparison.predicted == own
-        assert row.error == own.retained_mass - row.comparison.measured.retained_mass
+        prediction = replay(bundled_supports, replace(base, config=base.config.replace(**changes)))
+        assert row.comparison.predicted == prediction
+        assert row.error == prediction.retained_mass - row.comparison.measured.retained_mass
 
 
 def test_right_and_wrong_answers_are_told_apart(confirmed):
@@ -399,7 +399,7 @@ def test_a_choice_that_misses_a_limit_when_it_runs_gives_way(found):
     strict = replace(found, tuning=replace(found.tuning, limits=limits))
 
     def run(configs, _):
-        return [row_of(0.6, 0.6, kept) for kept in (0.56, 0.54, 0.6)], 9.0
+        return [row_of(0.6, 0.6, mass) for mass in (0.56, 0.54, 0.6)], 9.0
 
     after = strict.confirm(run, 3)
     assert after.chosen == 0  # the cheapest of the two that keep it
@@ -415,7 +415,7 @@ def test_a_run_that_gave_another_answer_is_drawn_where_it_was_predicted():
         for place, match, steps in runs
     ]
     _draw_runs(axes, {"front": front, "confirmed": confirmed})
-    drawn = {one.get_label(): one.get_offsets().tolist() for one in axes.collections}
+    drawn = {collection.get_label(): collection.get_offsets().tolist() for collection in axes.collections}
     assert drawn == {
         "WRONG answer when it ran": [[1.0, 0.1]], "measured": [[2.5, 0.25]], "other tokens when it ran": [[3.0, 0.3]],
     }  # fmt: skip

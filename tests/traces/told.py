@@ -211,14 +211,14 @@ class Told:
         ]
 
     def _verify(self, row: int, step: int) -> None:
-        told = {
+        facts = {
             "batch_step": step, "base": 40 + step, "drafted": 3, "accepted": self._rng.randrange(4),
             "reason": "limit", "evidence_position": self._rng.choice([None, 43 + step]),
             "attended_tokens": self._number(), "selection_tokens": self._number(),
             "elapsed_us": self._rng.uniform(100, 900),
         }  # fmt: skip
-        self._observer.on(events.VerificationEvent(request=row, step=step, **told))
-        self.rows["verifications"].append({**self._key(row, step), **told})
+        self._observer.on(events.VerificationEvent(request=row, step=step, **facts))
+        self.rows["verifications"].append({**self._key(row, step), **facts})
 
     def _end(self, row: int, step: int, *, slow: bool, audited: bool) -> None:
         self._since[row] = 0 if slow else self._since[row] + 1
