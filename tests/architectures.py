@@ -327,8 +327,8 @@ These are refused:
 
 
 def page() -> str:
-    found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    newest = found[max(found, key=lambda version: [int(part) for part in version.split(".")])]
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    newest = results[max(results, key=lambda version: [int(part) for part in version.split(".")])]
 
     def named(begin: str, end: str, *, why: bool) -> str:
         names = ", ".join(f"`{name}`" for name, (how, text) in newest.items() if how == end and bool(text) == why)
@@ -344,7 +344,7 @@ def page() -> str:
         return "\n".join(f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items())
 
     def count(version: str) -> str:
-        ends = [end for end, _ in found[version].values()]
+        ends = [end for end, _ in results[version].values()]
         return " | ".join(str(ends.count(end)) for end in ("works", "refused", "not a case"))
 
     return PAGE_TEXT.format(
@@ -352,7 +352,7 @@ def page() -> str:
             f"| {a.name} | `{a.model_type}` | {a.note} | {a.fused.replace(' ', ', ') or '-'} |" for a in WORKS
         ),
         beside="\n".join(f"| {a.name} | `{a.model_type}` | {a.note} |" for a in BESIDE),
-        counts="\n".join(f"| {version} | {count(version)} |" for version in found),
+        counts="\n".join(f"| {version} | {count(version)} |" for version in results),
         all_work=named("Of the newest one, these work", "works", why=False),
         limits=by_reason("works"),
         all_refused=by_reason("refused"),

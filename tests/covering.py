@@ -8,8 +8,8 @@ import pytest
 def covering(*axes) -> list:
     """Return cases with every pair of values of two axes; the default run has every value in a case."""
     values = [list(axis) for axis in axes]
-    kept = _rounds(values)
-    cases, paired = list(kept), {pair for places in kept for pair in _pairs(places)}
+    rounds = _rounds(values)
+    cases, paired = list(rounds), {pair for places in rounds for pair in _pairs(places)}
     every = list(product(*(range(len(axis)) for axis in values)))
     # cases that bring many new pairs come first, so that few are needed
     for wanted in range(len(axes) * (len(axes) - 1) // 2, 0, -1):
@@ -18,7 +18,7 @@ def covering(*axes) -> list:
             if len(new) >= wanted:
                 cases.append(places)
                 paired |= new
-    return [case(*_taken(values, places), kept=places in kept) for places in cases]
+    return [case(*_taken(values, places), kept=places in rounds) for places in cases]
 
 
 def each_value(*axes):

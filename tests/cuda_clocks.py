@@ -43,12 +43,12 @@ class Device:
 
     def races(self) -> list[tuple[str, str]]:
         """Return pairs of accesses to a place, one of them a write, that nothing orders."""
-        found = []
+        pairs = []
         for number, (place, stream, write, count, _) in enumerate(self.accesses):
             for other, later, rewrite, _, clock in self.accesses[number + 1 :]:
                 if place == other and (write or rewrite) and clock.get(stream, 0) < count:
-                    found.append((stream, later))
-        return found
+                    pairs.append((stream, later))
+        return pairs
 
 
 class Stream:

@@ -63,27 +63,27 @@ class Tape(TorchDispatchMode):
             self.refused.append(f"{func} waits for the device")
         if func in FROM_HOST and not self._host:
             self.refused.append(f"{func} takes values from the host")
-        made = func(*args, **kwargs)
-        outs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        result = func(*args, **kwargs)
+        outs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         if func.namespace == "c10d":  # it writes to what it is given
             self.played.append(lambda: func(*args, **kwargs)[1].wait())  # noqa: PLW0108 - a call each time
         elif func._schema.is_mutable:  # noqa: SLF001
             self.played.append(lambda: func(*args, **kwargs))
         elif not {memory(x) for x in outs} & {memory(x) for x in given}:  # otherwise a view
             self.played.append(lambda: again(outs, func(*args, **kwargs)))
-        return made
+        return result
 
     def play(self) -> None:
-        for one in self.played:
-            one()
+        for op in self.played:
+            op()
 
 
 def memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
-def again(outs: list[torch.Tensor], made) -> None:
-    news = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+def again(outs: list[torch.Tensor], result) -> None:
+    news = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
     for out, new in zip(outs, news, strict=True):
         out.copy_(torch.ops._c10d_functional.wait_tensor(new))  # noqa: SLF001 - of another rank, perhaps
 
@@ -313,8 +313,8 @@ def whole_attention(
     if sink_HG is not None:  # a term without a value
         logits = torch.cat([logits, sink_HG[:, :, None, None].expand(*logits.shape[:4], 1)], 4)
     share = logits.softmax(-1).nan_to_num()[..., : values.shape[2]]
-    made = torch.einsum("bhgwt,bhte->bhgwe", share, values)
-    out = made if out is None else stored(out.view(-1), made)
+    out_BHGWE = torch.einsum("bhgwt,bhte->bhgwe", share, values)
+    out = out_BHGWE if out is None else stored(out.view(-1), out_BHGWE)
     if not evidence or not step.slow_rows:
         return DecodeAttention(out)
     return DecodeAttention(out, *evidence_of(query_BHGWD, key, step, sparse_BH, into, scale=scale, soft_cap=soft_cap))

@@ -145,10 +145,10 @@ def error_bound(
     sizes = torch.einsum("bhgwd,bhtd->bhgwt", query_BHGWD.double().abs(), key_BHTD.double().abs())
     rounding = torch.finfo(torch.float32).eps
     logit = float(sizes.max()) * scale * (key_BHTD.shape[-1] + 2) * rounding
-    own = torch.finfo(query_BHGWD.dtype).eps
+    input_rounding = torch.finfo(query_BHGWD.dtype).eps
     lse = logit + 8 * rounding * (1 + float(sizes.max()) * scale)
-    out = float(value_BHTE.double().abs().max()) * (2 * logit + 2 * own + 8 * rounding)
-    return out, lse if own == rounding else lse + own
+    out = float(value_BHTE.double().abs().max()) * (2 * logit + 2 * input_rounding + 8 * rounding)
+    return out, lse if input_rounding == rounding else lse + input_rounding
 
 
 def paged(rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,10 +159,10 @@ def paged(rows: Sequence[torch.Tensor], page_size: int, spare_pages: int = 0) ->
     pages = torch.full((count, H, page_size, *rest), torch.nan, dtype=rows[0].dtype)
     table = torch.randperm(count, generator=torch.Generator().manual_seed(count)).int()
     table_BP = table.view(len(rows), per_request)
-    for row, own in zip(rows, table_BP.tolist(), strict=True):
+    for row, page_numbers in zip(rows, table_BP.tolist(), strict=True):
         for slot, start in enumerate(range(0, row.shape[1], page_size)):
             part = row[:, start : start + page_size]
-            pages[own[slot], :, : part.shape[1]] = part
+            pages[page_numbers[slot], :, : part.shape[1]] = part
     return pages, table_BP
 
 

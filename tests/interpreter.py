@@ -52,25 +52,25 @@ def _remember_types() -> None:
     def init_block(self, element_ty, shape) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
         key = (element_ty.name, element_ty.is_const(), sizes)
-        if (made := blocks.get(key)) is None:
+        if (attributes := blocks.get(key)) is None:
             make_block(self, element_ty, shape)
             self.shape = shapes.setdefault(sizes, self.shape)  # blocks of one shape share it
-            made = blocks[key] = dict(vars(self))
-        vars(self).update(made)
+            attributes = blocks[key] = dict(vars(self))
+        vars(self).update(attributes)
 
     def init_tensor(self, handle, type) -> None:  # noqa: A002
         scalar = type.scalar
         key = (scalar.name, scalar.is_const(), id(type.shape) if type.is_block() else None)
-        if (made := tensors.get(key)) is None:
+        if (attributes := tensors.get(key)) is None:
             make_tensor(self, handle, type)
-            made = tensors[key] = {name: vars(self)[name] for name in ("dtype", "numel", "shape")}
-        vars(self).update(made, handle=handle, type=type)
+            attributes = tensors[key] = {name: vars(self)[name] for name in ("dtype", "numel", "shape")}
+        vars(self).update(attributes, handle=handle, type=type)
 
     def get_np_dtype(type):  # noqa: A002
         name = type.scalar.name
-        if (made := numpy_types.get(name)) is None:
-            made = numpy_types[name] = numpy_type(type)
-        return made
+        if (dtype := numpy_types.get(name)) is None:
+            dtype = numpy_types[name] = numpy_type(type)
+        return dtype
 
     core.block_type.__init__ = init_block
     core.tensor.__init__ = init_tensor

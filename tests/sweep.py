@@ -91,8 +91,8 @@ def check(model) -> list[str]:
     return notes
 
 
-def _same(what: str, got, right) -> None:
-    assert got == right, f"{what}: {got} for {right}"
+def _same(what: str, ours, right) -> None:
+    assert ours == right, f"{what}: {ours} for {right}"
 
 
 def judge(model_type: str) -> tuple[str, str]:

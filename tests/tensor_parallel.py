@@ -127,14 +127,14 @@ def complete(case: Case, model) -> dict:
 def some_cases(folder: Path, names: Sequence[str]) -> dict:
     """Run cases, each model loaded once."""
     models: dict[str, Any] = {}
-    found = {}
+    completions = {}
     for name in names:
         case = CASES[name]
         if case.model not in models:
             source = str(folder / case.model) if case.model else None
             models[case.model] = load(source, device="cpu")[0]
-        found[name] = complete(case, models[case.model])
-    return found
+        completions[name] = complete(case, models[case.model])
+    return completions
 
 
 @contextmanager
@@ -160,10 +160,10 @@ def replayed(model, policy: str, *, graphs: bool | None) -> dict:
 def every_replay(model, rank: int) -> dict[str, list[dict]]:
     """Run policies without graphs and with them, and where the last rank's model waits for the device."""
     with taped():
-        found = {policy: [replayed(model, policy, graphs=graphs) for graphs in (False, True)] for policy in GRAPHED}
+        replays = {policy: [replayed(model, policy, graphs=graphs) for graphs in (False, True)] for policy in GRAPHED}
         with waiting(model, rank):
-            found["given up"] = [found["sfi"][0], replayed(model, "sfi", graphs=None)]
-    return found
+            replays["given up"] = [replays["sfi"][0], replayed(model, "sfi", graphs=None)]
+    return replays
 
 
 def waiting(model, rank: int):
@@ -227,15 +227,15 @@ def every_refusal(folder: Path) -> dict[str, str]:
         "hosted tokens": lambda: ranks_of(model).same_tokens(torch.tensor([5 + rank])),
         "numerics": broken,
     }
-    found = {}
+    refusals = {}
     for name, mistake in mistakes.items():
         try:
             mistake()
-            found[name] = "nothing"
+            refusals[name] = "nothing"
         except SfiError as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            refusals[name] = f"{type(error).__name__}: {error}"
     run()  # after all of that, the ranks still work together
-    return found
+    return refusals
 
 
 def picked(rank: int, ranks: Ranks = ALONE) -> list[int]:
@@ -280,12 +280,12 @@ def be_rank(rank: int, mode: str, folder: Path) -> None:
         os.dup2(os.open(folder / f"{name}-{rank}", os.O_WRONLY | os.O_CREAT), number)
     if mode == "hangs":
         lose_a_rank(mode)
-    found = {"cases": some_cases(folder, WORKS if mode == "works" else [*CASES][len(WORKS) :])}
+    results = {"cases": some_cases(folder, WORKS if mode == "works" else [*CASES][len(WORKS) :])}
     if mode == "works":
-        found["refusals"] = every_refusal(folder)
+        results["refusals"] = every_refusal(folder)
         model, _ = load(str(folder / "llama"), device="cpu")
-        found |= {"picked": picked(rank, ranks_of(model)), "replays": every_replay(model, rank)}
-    (folder / f"{mode}-{rank}.json").write_text(json.dumps(found))
+        results |= {"picked": picked(rank, ranks_of(model)), "replays": every_replay(model, rank)}
+    (folder / f"{mode}-{rank}.json").write_text(json.dumps(results))
     if mode == "others":
         return
     sfi("trace", "record", "-o", str(folder / "run"), "--json", "-n", "6", "--audit", "5", "--quiet")

@@ -145,30 +145,30 @@ def event(name: str, begin: float, length: float) -> dict:
 
 def test_a_timeline_tells_idle_time_and_what_ran_beside_what():
     """Main runs from 0 to 10 and from 14 to 20; the side from 8 to 12 and within the second from 15 to 17."""
-    found = summed(
+    summary = summed(
         [
             event("gemm", 0, 10), event("_selector_row_kernel", 8, 4), event("gemm", 14, 6),
             event("_top_k_count_kernel", 15, 2),
         ]
     )  # fmt: skip
-    assert {name: value for name, value in found.items() if name != "top"} == {
+    assert {name: value for name, value in summary.items() if name != "top"} == {
         "nodes": 4, "span_us": 20, "added_us": 22, "busy_us": 18, "idle_us": 2, "several_at_once_us": 4,
         "side_us": 6, "side_beside_main_us": 4,
     }  # fmt: skip
-    assert [(one["name"], one["calls"], one["us"]) for one in found["top"]] == [
+    assert [(row["name"], row["calls"], row["us"]) for row in summary["top"]] == [
         ("gemm", 2, 16), ("_selector_row_kernel", 1, 4), ("_top_k_count_kernel", 1, 2),
     ]  # fmt: skip
 
 
 def test_a_failure_is_noted_and_the_next_stage_runs(tmp_path):
-    def broken(one, _):
-        one.note("first", us=3.0)
+    def broken(journal, _):
+        journal.note("first", us=3.0)
         raise ValueError("no such\nkernel")
 
     path = tmp_path / "x.json"
-    one = journal.Journal(torch.device("cpu"), path)
-    stages = {1: ("a", broken), 2: ("b", lambda own, _: own.note("second", right=True))}
-    assert one.run(stages, PLAN) == 1
+    smoke_journal = journal.Journal(torch.device("cpu"), path)
+    stages = {1: ("a", broken), 2: ("b", lambda journal, _: journal.note("second", right=True))}
+    assert smoke_journal.run(stages, PLAN) == 1
     document = json.loads(path.read_text())
     assert document["ended"] == "whole"
     assert [stage["rows"] for stage in document["stages"]] == [
@@ -184,14 +184,14 @@ def test_a_lost_device_or_ctrl_c_ends_the_run_and_keeps_what_there_is(tmp_path, 
 
     monkeypatch.setattr(journal.torch.cuda, "synchronize", synchronize)
 
-    def stage(own, _):
-        own.note("before", us=1.0)
+    def stage(journal, _):
+        journal.note("before", us=1.0)
         if raised == "interrupt":
             raise KeyboardInterrupt
-        own.trial("kernel", dict)
+        journal.trial("kernel", dict)
 
-    one = journal.Journal(torch.device("cuda"), tmp_path / "x.json")
-    assert one.run({1: ("a", stage), 2: ("b", lambda *_: pytest.fail("runs on"))}, PLAN) == code
+    smoke_journal = journal.Journal(torch.device("cuda"), tmp_path / "x.json")
+    assert smoke_journal.run({1: ("a", stage), 2: ("b", lambda *_: pytest.fail("runs on"))}, PLAN) == code
     document = json.loads((tmp_path / "x.json").read_text())
     assert document["ended"].endswith("in stage 1")
     assert document["stages"][0]["rows"][0] == {"what": "before", "us": 1.0}
@@ -230,15 +230,15 @@ def test_table_joins_engines(token: int, code: int, tmp_path: Path, capsys: pyte
         "speed-vllm": {"rows": rows}, "speed-sfi": {"rows": [fast]},
     }  # fmt: skip
     (tmp_path / "work").mkdir()
-    for name, found in parts.items():
-        (tmp_path / "work" / f"{name}.json").write_text(json.dumps(found))
+    for name, part in parts.items():
+        (tmp_path / "work" / f"{name}.json").write_text(json.dumps(part))
     asked = argparse.Namespace(
         folder=tmp_path / "work", output=tmp_path, model="a/b", load_format="auto", sfi="{}", dry_run=True
     )
     assert table(asked) == code
     assert re.search(r"8 +1 +10\.0 +25\.0 +2\.50 +0\.100", capsys.readouterr().out)
     (file,) = tmp_path.glob("*dry-run-vllm.json")
-    assert [one["ratio"] for one in json.loads(file.read_text())["ratios"]] == [2.5]
+    assert [row["ratio"] for row in json.loads(file.read_text())["ratios"]] == [2.5]
 
 
 PIP = """#!/usr/bin/env bash

@@ -18,10 +18,10 @@ TABLE_ROW = re.compile(r"^\| ([\d\-, and]+) \| (.+) \| `(.+?)` \| (.+) \|$", re.
 
 def numbers(citation: str) -> set[int]:
     """Read `1 and 25` as {1, 25} and `6-8` as {6, 7, 8}."""
-    found: set[int] = set()
+    equations: set[int] = set()
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", citation):
-        found |= set(range(int(first), int(last or first) + 1))
-    return found
+        equations |= set(range(int(first), int(last or first) + 1))
+    return equations
 
 
 @cache
@@ -36,11 +36,11 @@ def first_lines() -> dict[str, str]:
 
 
 def homes() -> dict[int, list[str]]:
-    found = defaultdict(list)
+    places = defaultdict(list)
     for place, line in first_lines().items():
         for number in set().union(*map(numbers, CITED.findall(line))):
-            found[number].append(place)
-    return found
+            places[number].append(place)
+    return places
 
 
 def test_no_equation_has_two_homes():

@@ -78,13 +78,13 @@ ONLY_IN = {
 
 
 def modules() -> dict[str, Path]:
-    found = {}
+    paths = {}
     for package in MAY_IMPORT:
         folder = ROOT / FOLDER.get(package, package)
         for path in sources(package):
             parts = (package, *path.relative_to(folder).with_suffix("").parts)
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
+            paths[".".join(parts).removesuffix(".__init__")] = path
+    return paths
 
 
 @cache
@@ -95,7 +95,7 @@ def nodes_of(path: Path) -> list[ast.AST]:
 @cache
 def graph() -> dict[str, set[str]]:
     """Map each module to those it imports; imports in functions and for type checkers count."""
-    known, found = modules(), {}
+    known, imports = modules(), {}
     for module, path in known.items():
         names = set()
         for node in nodes_of(path):
@@ -105,8 +105,8 @@ def graph() -> dict[str, set[str]]:
                 assert not node.level, f"{path} must not import by a relative name"
                 full = {f"{node.module}.{alias.name}" for alias in node.names}
                 names |= (full & known.keys()) or {node.module}
-        found[module] = (names & known.keys()) - {module}
-    return found
+        imports[module] = (names & known.keys()) - {module}
+    return imports
 
 
 def room(module: str) -> str:
@@ -282,10 +282,10 @@ def used_names(node: ast.AST) -> list[str]:
 def private_names(path: Path):
     """List the private names that a file uses and does not define."""
     nodes = nodes_of(path)
-    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_own(node)}
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    defined |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and is_own(node)}
     for name in (name for node in nodes for name in used_names(node)):
-        if name.startswith("_") and not name.endswith("__") and name not in own | DOCUMENTED:
+        if name.startswith("_") and not name.endswith("__") and name not in defined | DOCUMENTED:
             yield name
 
 
@@ -295,13 +295,13 @@ def is_own(node: ast.Attribute) -> bool:
 
 
 def test_every_private_name_is_listed():
-    found = {
+    uses = {
         (name, path.relative_to(ROOT).as_posix())
         for package in MAY_IMPORT
         for path in sources(package)
         for name in private_names(path)
     }
-    assert found == {(name, where) for name, (_, where) in LISTED.items()}
+    assert uses == {(name, where) for name, (_, where) in LISTED.items()}
 
 
 @pytest.mark.parametrize(

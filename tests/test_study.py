@@ -87,19 +87,19 @@ def study(tmp_path, capsys):
 def test_no_document_is_in_both_halves(kind):
     dev, held = texts.text(kind, "dev"), texts.text(kind, "held")
     documents = texts.SOURCES[kind]()
-    assert sum(one in dev for one in documents) > len(documents) / 4
-    assert not [one for one in documents if one in dev and one in held]
+    assert sum(document in dev for document in documents) > len(documents) / 4
+    assert not [document for document in documents if document in dev and document in held]
 
 
 @pytest.mark.parametrize(("count", "kinds"), [(8, 1), (30, 1), (8, 8)])
 def test_the_interval_is_scipy_s(count, kinds):
     sample = np.random.default_rng(count).gamma(2, size=count)
-    found = estimate({f"kind {kind}": sample[kind::kinds, None] for kind in range(kinds)})
+    interval = estimate({f"kind {kind}": sample[kind::kinds, None] for kind in range(kinds)})
     expected = scipy.stats.bootstrap(
         [sample], np.mean, method="percentile", n_resamples=20_000, rng=np.random.default_rng(1)
     ).confidence_interval
-    assert found.value == pytest.approx(sample.mean())
-    assert (found.low, found.high) == pytest.approx(tuple(expected), abs=0.1 * np.ptp(expected))
+    assert interval.value == pytest.approx(sample.mean())
+    assert (interval.low, interval.high) == pytest.approx(tuple(expected), abs=0.1 * np.ptp(expected))
 
 
 def test_between_shares_log_kl_is_linear_in_log_reads():
@@ -162,9 +162,9 @@ def test_places_tell_a_boundary_from_the_steps_within():
     assert by_lag(overlap_NN, place_N)["across"][:3] == pytest.approx([0.4, 0.4, 0.4])
     assert gaps(overlap_NN, place_N)[:3] == pytest.approx([0.5, 0, 0.5], abs=1e-6)
     shared = Shared(overlap_NN[None], overlap_NN[None], 0.1)
-    found = retained(shared, place_N)
-    assert found["boundary"][1] == pytest.approx(1)
-    assert found["any"][1] == pytest.approx(np.mean([1] * 8 + [0.4 / 0.9] * 2))
+    shares = retained(shared, place_N)
+    assert shares["boundary"][1] == pytest.approx(1)
+    assert shares["any"][1] == pytest.approx(np.mean([1] * 8 + [0.4 / 0.9] * 2))
     others = [shuffled(place_N, np.random.default_rng(seed)) for seed in range(8)]
     assert all(sorted(other_N) == sorted(place_N) for other_N in others)
     assert {tuple(np.flatnonzero(other_N == 0)) for other_N in others} == {(2, 6), (2, 7)}

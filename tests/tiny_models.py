@@ -120,8 +120,8 @@ def build(model_type: str, **more):
     parts = {name: part for name, part in vars(default).items() if isinstance(part, PreTrainedConfig)}
     nested = next((name for name, part in parts.items() if part is text), None)
     others = {name: {"model_type": part.model_type, **small(part)} for name, part in parts.items()}
-    own = {**small(text if nested else default), **SPECIAL.get(model_type, {}), **more}
-    settings = {**others, **({nested: {"model_type": text.model_type, **own}} if nested else own)}
+    text_settings = {**small(text if nested else default), **SPECIAL.get(model_type, {}), **more}
+    settings = {**others, **({nested: {"model_type": text.model_type, **text_settings}} if nested else text_settings)}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32).eval()
     if getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None):

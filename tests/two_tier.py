@@ -29,10 +29,10 @@ class Written:
         key, value = (torch.full((B, H, max(count), X), torch.nan, dtype=self.keys[0].dtype) for X in (D, E))
         start = [rows.shape[1] for rows in self.keys]
         for row, new in enumerate(count):
-            own = slice(max(count) - new, None)
-            key[row, :, own], value[row, :, own] = torch.randn(H, new, D), torch.randn(H, new, E)
-            self.keys[row] = torch.cat([self.keys[row], key[row, :, own]], 1)
-            self.values[row] = torch.cat([self.values[row], value[row, :, own]], 1)
+            piece = slice(max(count) - new, None)
+            key[row, :, piece], value[row, :, piece] = torch.randn(H, new, D), torch.randn(H, new, E)
+            self.keys[row] = torch.cat([self.keys[row], key[row, :, piece]], 1)
+            self.values[row] = torch.cat([self.values[row], value[row, :, piece]], 1)
         for store in (self.store, *into):
             store.append(layer, key, value, int32(start), int32(count), start, count)
 
@@ -45,8 +45,8 @@ class Written:
                 first = max(0, length - RING * self.store.page_size)
                 pages.append((ring.block_table_BP[row], first, slice(None), *ring[:2]))
                 if ring.heads is not None:
-                    kept = [head for head in range(H) if ring.heads.place_H[head] >= 0]
-                    pages.append((tables[row], 0, kept, *ring.heads[1:]))
+                    homes = [head for head in range(H) if ring.heads.place_H[head] >= 0]
+                    pages.append((tables[row], 0, homes, *ring.heads[1:]))
             for table_P, first, heads, *both in pages:
                 for rows, expected in zip(both, (key, value), strict=True):
                     assert torch.equal(read_pages(rows, table_P, first, length)[0], expected[heads, first:])

@@ -68,7 +68,7 @@ class Seen:
 
     def assert_read(self, read: Sequence[Sequence[int]]) -> None:
         """Compare what the layer returned with attention to these positions, by KV head."""
-        expected = torch.stack([self.attention(head, own) for head, own in enumerate(read)])
+        expected = torch.stack([self.attention(head, positions) for head, positions in enumerate(read)])
         torch.testing.assert_close(self.out_HGE.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -80,12 +80,12 @@ class Watch:
 
     def see(self, layer, query_BHGTD: torch.Tensor, out_BHGTE: torch.Tensor) -> None:
         run = layer.run
-        for row, one in enumerate(layer.batch_pass.passes):
+        for row, request in enumerate(layer.batch_pass.passes):
             state = run.requests[row]
-            if one.generates:
+            if request.generates:
                 whole = layer.index, row, 0, state.length
                 packed = [] if layer.left_dense else run.segment(layer.index).position_BHS[row]
-                own = Seen(
+                seen = Seen(
                     state.step,
                     state.slow,
                     query_BHGTD[row, :, :, -1].clone(),
@@ -94,7 +94,7 @@ class Watch:
                     out_BHGTE[row, :, :, -1].clone(),
                     [[j for j in head.tolist() if j >= 0] for head in packed],
                 )
-                self.seen.setdefault((state.request, layer.index), []).append(own)
+                self.seen.setdefault((state.request, layer.index), []).append(seen)
 
     def forget(self, request: int) -> None:
         """Keep all."""
@@ -113,7 +113,7 @@ def watched(prompts: Sequence[Sequence[int]], config: SfiConfig, policy: str, ne
     """Decode greedily with the torch backend, and keep what every layer saw."""
     watch, observer = Watch(), RecordingObserver()
     with torch.inference_mode(), slow_fast(four_heads(), None, config, policy=policy, observers=[observer]) as session:
-        pair = left_pad([list(one) for one in prompts], torch.device("cpu"))
+        pair = left_pad([list(prompt) for prompt in prompts], torch.device("cpu"))
         capacity = max(map(len, prompts)) + new
         decoder = Decoder(session=session, ids_BT=pair[0], mask_BT=pair[1], capacity=capacity, watchers=(watch,))
         token_B = decoder.prefill().argmax(-1).tolist()
@@ -129,7 +129,7 @@ def assert_reads_counted(run: Watched, request: int, read: dict[tuple[int, int],
     attended, context = 0.0, 0
     for event in run.observer.steps:
         if event.request == request and event.step > 0:
-            heads = [len(own) for layer in LAYERS for own in read[event.step, layer]]
+            heads = [len(positions) for layer in LAYERS for positions in read[event.step, layer]]
             mean = sum(heads) / len(heads)
             assert abs(event.attended_tokens - mean) < 1e-4, event.step
             attended, context = attended + mean, context + event.context_tokens

@@ -113,7 +113,7 @@ def _serve() -> None:
 
 def start() -> subprocess.Popen[str]:
     root = Path(__file__).parents[2]
-    paths = os.pathsep.join([*(str(root / one) for one in (".", "kernels", "traces")), *filter(None, sys.path)])
+    paths = os.pathsep.join([*(str(root / folder) for folder in (".", "kernels", "traces")), *filter(None, sys.path)])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", __file__], env=environment, text=True, stdin=subprocess.PIPE,

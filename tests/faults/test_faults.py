@@ -64,18 +64,18 @@ def run(
     forks, inputs: Path, place: Path, command: str, fault: str = "", writers: int = 1, options: tuple[str, ...] = (),
     **more,
 ) -> dict:  # fmt: skip
-    told = place.parent
+    folder = place.parent
     cases = [
         {
-            "words": [*words(command, place / "out", inputs), *options], "place": str(told), "fault": fault,
-            "stdout": str(told / f"stdout{n}"), "stderr": str(told / f"stderr{n}"), **more,
+            "words": [*words(command, place / "out", inputs), *options], "place": str(folder), "fault": fault,
+            "stdout": str(folder / f"stdout{n}"), "stderr": str(folder / f"stderr{n}"), **more,
         }
         for n in range(writers)
     ]  # fmt: skip
     forks.stdin.write(json.dumps(cases) + "\n")
     forks.stdin.flush()
     ended = json.loads(forks.stdout.readline())
-    ended["stderr"] = [(told / f"stderr{n}").read_text() for n in range(writers)]
+    ended["stderr"] = [(folder / f"stderr{n}").read_text() for n in range(writers)]
     return ended
 
 
@@ -108,9 +108,9 @@ def test_the_table_has_every_command_that_writes():
     """But for `serve`, which tests/vllm and `make soak` try, and `chat`, which asks a person."""
 
     def named(command, name: str):
-        for word, one in getattr(command, "commands", {}).items():
-            yield from named(one, f"{name} {word}".strip())
-        if any({"--output", "--trace", "--plot"} & set(one.opts) for one in command.params):
+        for word, subcommand in getattr(command, "commands", {}).items():
+            yield from named(subcommand, f"{name} {word}".strip())
+        if any({"--output", "--trace", "--plot"} & set(option.opts) for option in command.params):
             yield name
 
     assert set(named(get_command(app), "")) - {"serve", "chat"} == WRITERS.keys()

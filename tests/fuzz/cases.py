@@ -153,17 +153,17 @@ def _command(words: list) -> None:
 def value(drawn):
     """What stands for a value: brackets without end, a number without end."""
     if drawn == "$deep":
-        made = []
+        brackets = []
         for _ in range(900):
-            made = [made]
-        return made
+            brackets = [brackets]
+        return brackets
     return 10**400 if drawn == "$huge" else deepcopy(drawn)  # hypothesis draws one object more than once
 
 
 def edited(document, edits: list):
-    found = json.loads(json.dumps(document))
+    copy = json.loads(json.dumps(document))
     for kind, path, drawn in edits:
-        node = {"": found}
+        node = {"": copy}
         for key in ("", *path)[:-1]:
             known = key in node if isinstance(node, dict) else _has(node, key)
             node = node[key] if known else {}
@@ -174,8 +174,8 @@ def edited(document, edits: list):
             node[str(last) + "x"] = value(drawn)
         elif isinstance(node, dict) or _has(node, last):
             node[last] = value(drawn)
-            found = node[""] if last == "" else found
-    return found
+            copy = node[""] if last == "" else copy
+    return copy
 
 
 def _has(node, key) -> bool:
@@ -243,8 +243,8 @@ def _changed(table: pa.Table, name: str, kind: str, row: int, drawn) -> pa.Table
 
 def _cast(values: list, of: pa.DataType) -> pa.Array:
     if pa.types.is_string(of):
-        return pa.array([None if one is None else str(one) for one in values], of)
-    return pa.array([one if isinstance(one, int | float) else None for one in values], of)
+        return pa.array([None if cell is None else str(cell) for cell in values], of)
+    return pa.array([cell if isinstance(cell, int | float) else None for cell in values], of)
 
 
 def _manifest(recipe: dict, work: Path) -> None:
@@ -271,7 +271,7 @@ def _table(recipe: dict, work: Path) -> None:
 
 def _row(schema: pa.Schema) -> dict:
     empty = {"string": "", "bool": False}
-    return {one.name: [] if pa.types.is_list(one.type) else empty.get(str(one.type), 1) for one in schema}
+    return {field.name: [] if pa.types.is_list(field.type) else empty.get(str(field.type), 1) for field in schema}
 
 
 def _lines(recipe: dict, work: Path) -> None:
@@ -285,7 +285,9 @@ def _lines(recipe: dict, work: Path) -> None:
         name, work / f"{name}.json"
     )
     file.write_bytes(data)
-    spoiled(file, [one for one in recipe.get("spoils", []) if one[1] not in ("fifo", "link")])  # the user names it
+    spoiled(
+        file, [spoil for spoil in recipe.get("spoils", []) if spoil[1] not in ("fifo", "link")]
+    )  # the user names it
     if name == "batch":
         for entry in read_prompts(None, None, file).entries:
             token_ids(entry, _tokenizer(), chat=False)
@@ -320,8 +322,10 @@ def _config(recipe: dict, work: Path) -> None:
     values = dict(SETTINGS_PLAIN)
     for path, drawn in recipe.get("file", []):
         values[".".join(map(str, path[:2])) or "x"] = value(drawn)
-    file.write_text("".join(f"{name} = {_toml(one)}\n" for name, one in values.items()), errors="surrogateescape")
-    spoiled(file, [one for one in recipe.get("spoils", []) if one[1] not in ("fifo", "link")])
+    file.write_text(
+        "".join(f"{name} = {_toml(setting)}\n" for name, setting in values.items()), errors="surrogateescape"
+    )
+    spoiled(file, [spoil for spoil in recipe.get("spoils", []) if spoil[1] not in ("fifo", "link")])
     given("generate", file=file)
 
 
@@ -360,15 +364,15 @@ def _arrays(recipe: dict, file: Path) -> list[tuple[str, list[int]]]:
                 arrays[name] = np.asarray(value(drawn))
         except (ValueError, TypeError, LookupError, OverflowError, MemoryError):
             continue
-    small = {name: one for name, one in arrays.items() if np.asarray(one).nbytes <= 1 << 24}
-    np.savez(file, **{name: one for name, one in small.items() if "/" not in name})
+    small = {name: array for name, array in arrays.items() if np.asarray(array).nbytes <= 1 << 24}
+    np.savez(file, **{name: array for name, array in small.items() if "/" not in name})
     return claims
 
 
 def _claim(file: Path, name: str, shape: list[int]) -> None:
     # another shape in an array's header, over the same bytes
     with zipfile.ZipFile(file) as archive:
-        members = {one: archive.read(one) for one in archive.namelist()}
+        members = {member: archive.read(member) for member in archive.namelist()}
     data = members.get(f"{name}.npy")
     if data is None:
         return
@@ -377,19 +381,23 @@ def _claim(file: Path, name: str, shape: list[int]) -> None:
     header = header[: size - 1].ljust(size - 1) + b"\n"
     members[f"{name}.npy"] = data[:10] + header + data[10 + size :]
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for one, content in members.items():
-            archive.writestr(one, content)
+        for member, content in members.items():
+            archive.writestr(member, content)
 
 
 def _request(recipe: dict, work: Path) -> None:
-    own = {name if name.startswith("sfi.") else f"sfi.{name}": value(one) for name, one in recipe["settings"].items()}
-    settings = RequestSettings.of(own, SfiConfig(), lambda _: None)
+    extra_args = {
+        name if name.startswith("sfi.") else f"sfi.{name}": value(drawn) for name, drawn in recipe["settings"].items()
+    }
+    settings = RequestSettings.of(extra_args, SfiConfig(), lambda _: None)
     if len(settings.error) > 600 or not settings.error.isprintable():
         raise BrokenError(f"must be short and print, got {settings.error[:900]!r}")
     json.loads(json.dumps(settings.error))
     settings.salt("sfi")
     scheduler = FakeScheduler(SfiConfig())
-    scheduler.add("a", 12, [5, 3, 5, 3, 5], **{name.removeprefix("sfi."): one for name, one in own.items()})
+    scheduler.add(
+        "a", 12, [5, 3, 5, 3, 5], **{name.removeprefix("sfi."): setting for name, setting in extra_args.items()}
+    )
     json.dumps(scheduler.run()["a"].report())
 
 

@@ -28,19 +28,19 @@ values = st.one_of(
 @cache
 def paths(text: str) -> list[tuple[Any, ...]]:
     """Every place in a JSON document; of the elements of a list the first and the last."""
-    found: list[tuple[Any, ...]] = []
+    places: list[tuple[Any, ...]] = []
 
     def walk(node, path: tuple) -> None:
-        found.append(path)
+        places.append(path)
         if isinstance(node, dict):
-            for key, one in node.items():
-                walk(one, (*path, key))
+            for key, child in node.items():
+                walk(child, (*path, key))
         elif isinstance(node, list):
             for place in {0, len(node) - 1} if node else ():
                 walk(node[place], (*path, place))
 
     walk(json.loads(text), ())
-    return found
+    return places
 
 
 def edits(document) -> st.SearchStrategy[Any]:
@@ -101,7 +101,7 @@ tables = st.one_of(
     [
         recipe(
             "table", command=commands, table=st.just(name),
-            edits=some([st.tuples(st.just(one.name), cells(8, str(one.type))) for one in schema]),
+            edits=some([st.tuples(st.just(field.name), cells(8, str(field.type))) for field in schema]),
             statistics=st.booleans(),
         )
         for name, schema in TABLES.items()

@@ -22,8 +22,8 @@ def run(request, kernel_device):
     def on_device(*tensors: torch.Tensor, ring: Ring | None = None) -> None:
         near, homes = (ring[:3], ring.heads) if ring else ((), ())
         moved = [tensor.to(kernel_device) for tensor in (*tensors, *near, *homes)]
-        made = Ring(*moved[8:11], HeadPages(*moved[11:])) if ring else None
-        append.triton(*moved[:8], ring=made)
+        moved_ring = Ring(*moved[8:11], HeadPages(*moved[11:])) if ring else None
+        append.triton(*moved[:8], ring=moved_ring)
         for tensor, result in zip((*tensors, *near, *homes)[4:], moved[4:], strict=True):
             tensor.copy_(result)
 
@@ -51,8 +51,8 @@ class Cache:
 def new_tokens(B: int, T: int, count: list[int], D=D, E=E, dtype=torch.float32):
     """Make keys and values as transformers hands them over, transposed; NaN where padding is."""
     key, value = torch.randn(B, T, H, D).to(dtype), torch.randn(B, T, H, E).to(dtype)
-    for row, own in enumerate(count):
-        key[row, : T - own], value[row, : T - own] = torch.nan, torch.nan
+    for row, tokens in enumerate(count):
+        key[row, : T - tokens], value[row, : T - tokens] = torch.nan, torch.nan
     return key.transpose(1, 2), value.transpose(1, 2)
 
 
@@ -70,12 +70,12 @@ def test_ragged_pieces_land_behind_what_is_cached(run, page_size: int, dtype: to
     cache = Cache(4, capacity, page_size, dtype=dtype)
     key, value = new_tokens(4, 70, count, dtype=dtype)
     cache.append(run, key, value, start, count)
-    for row, (first, own) in enumerate(zip(start, count, strict=True)):
-        part = slice(first, first + own)
-        norm = torch.linalg.vector_norm(key[row, :, 70 - own :].double(), dim=-1)
+    for row, (first, tokens) in enumerate(zip(start, count, strict=True)):
+        part = slice(first, first + tokens)
+        norm = torch.linalg.vector_norm(key[row, :, 70 - tokens :].double(), dim=-1)
         for pages, expected in ((cache.key_PHND, key), (cache.value_PHNE, value)):
             cached = cache.read(pages, row)
-            assert torch.equal(cached[:, part], expected[row, :, 70 - own :])
+            assert torch.equal(cached[:, part], expected[row, :, 70 - tokens :])
             assert cached[:, : part.start].isnan().all()
             assert cached[:, part.stop :].isnan().all()
         cached = cache.read(cache.norm_PHN, row)
@@ -138,9 +138,9 @@ def test_views_of_a_fused_projection_are_read_in_place(run):
     value = fused[..., H * D : H * (D + E)].view(2, 5, H, E).transpose(1, 2)
     cache = Cache(2, 9, 4)
     cache.append(run, key, value, [0, 4], [5, 2])
-    for row, part, own in ((0, slice(0, 5), slice(0, 5)), (1, slice(4, 6), slice(3, 5))):
-        assert torch.equal(cache.read(cache.key_PHND, row)[:, part], key[row, :, own])
-        assert torch.equal(cache.read(cache.value_PHNE, row)[:, part], value[row, :, own])
+    for row, part, piece in ((0, slice(0, 5), slice(0, 5)), (1, slice(4, 6), slice(3, 5))):
+        assert torch.equal(cache.read(cache.key_PHND, row)[:, part], key[row, :, piece])
+        assert torch.equal(cache.read(cache.value_PHNE, row)[:, part], value[row, :, piece])
 
 
 def test_tensors_that_do_not_fit_are_named(run):
@@ -216,8 +216,8 @@ def test_a_ring_gets_the_last_tokens_and_the_pages_of_some_heads_all(run):
     N, size, B, capacity = 16, 2, 3, 100
     cache, part = Cache(B, capacity, N), Cache(B, size * N, N)
     table_BP = (torch.arange(B)[:, None] * size + torch.arange(cache.table_BP.shape[1]) % size).int()
-    kept = [torch.full((len(x), 1, *x.shape[2:]), torch.nan) for x in (cache.key_PHND, cache.value_PHNE)]
-    heads = HeadPages(torch.tensor([-1, 0], dtype=torch.int32), *kept)
+    home_pages = [torch.full((len(x), 1, *x.shape[2:]), torch.nan) for x in (cache.key_PHND, cache.value_PHNE)]
+    heads = HeadPages(torch.tensor([-1, 0], dtype=torch.int32), *home_pages)
     ring, ends = Ring(part.key_PHND, part.value_PHNE, table_BP, heads), [0] * B
     for count in ([70, 3, 0], [1, 1, 1], [9, 20, 33]):
         key, value = new_tokens(B, max(count), count)

@@ -70,26 +70,26 @@ class Case:
             new = {IDLE: 0, SLOW: NEW}.get(mode, 1)
             for t in range(tokens - new, tokens):
                 at = self.table[row, t // PAGE], slice(None), t % PAGE
-                for pages, own in zip((other.key, other.value), rows, strict=True):
-                    own[row, :, NEW - tokens + t] = pages[at]
+                for pages, new_rows in zip((other.key, other.value), rows, strict=True):
+                    new_rows[row, :, NEW - tokens + t] = pages[at]
                     pages[at] = torch.nan
         other.step = replace(self.step, new=NewRows(*rows, other.value, other.norm))
         return other
 
 
 def step_of(requests: tuple[tuple[int, int], ...], *, all_new: bool = False) -> StepDescriptor:
-    made = []
+    step_requests = []
     for mode, tokens in requests:
         sink = min(SINK, tokens)
         recent = max(sink, tokens - RECENT)
         new = 0 if mode == IDLE else NEW if mode == SLOW else 1
-        made.append(
+        step_requests.append(
             StepRequest(
                 mode=SLOW if all_new and tokens else mode, length=tokens, recent_start=recent, packed=0,
                 sink=sink, count=tokens if all_new else new,
             )
         )  # fmt: skip
-    return describe_step(made, 0, torch.device("cpu"))
+    return describe_step(step_requests, 0, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton", "numba"])
@@ -104,8 +104,8 @@ def test_rows_find_what_is_kept_by_slot(backend):
     case.codes = BatchCodes(*(part[rows] for part in case.codes))
     case.step = replace(case.step, buffer=case.step.buffer.clone())
     case.step.table_BX[:, SLOT] = torch.tensor(slots, dtype=torch.int32)
-    got, own_codes, own_position, own_length = case.run(backend, slots=3)
-    for ours, theirs in zip((got.index_BHK, *got.pseudo), (wanted.index_BHK, *wanted.pseudo), strict=True):
+    choice, own_codes, own_position, own_length = case.run(backend, slots=3)
+    for ours, theirs in zip((choice.index_BHK, *choice.pseudo), (wanted.index_BHK, *wanted.pseudo), strict=True):
         assert torch.equal(ours[fast], theirs[fast])
     for ours, theirs in zip((*own_codes, own_position, own_length), (*codes, position, length), strict=True):
         assert torch.equal(ours, theirs[rows])
@@ -121,8 +121,8 @@ def test_the_kernels_choose_what_the_reference_chooses(backend, G, D, E, dtype):
         pytest.importorskip("numba")
     case = Case(2, G, D, E, dtype)
     wanted, codes, position, length = case.run("torch", diagnoses=True)
-    got, own_codes, own_position, own_length = case.run(backend, diagnoses=True)
-    for name, value_BH in got.diagnostics.items():
+    ours, own_codes, own_position, own_length = case.run(backend, diagnoses=True)
+    for name, value_BH in ours.diagnostics.items():
         expected_BH = wanted.diagnostics[name]
         torch.testing.assert_close(value_BH[[0, 1, 4]], expected_BH[[0, 1, 4]], rtol=1e-4, atol=1e-5, equal_nan=True)
     assert torch.equal(own_codes.recent_BHXGD, codes.recent_BHXGD)
@@ -131,11 +131,11 @@ def test_the_kernels_choose_what_the_reference_chooses(backend, G, D, E, dtype):
     assert torch.equal(own_codes.summed_BH, codes.summed_BH)
     torch.testing.assert_close(own_codes.sum_BHE, codes.sum_BHE, rtol=1e-4, atol=1e-3)
     for row in fast:
-        assert torch.equal(got.index_BHK[row], wanted.index_BHK[row])
+        assert torch.equal(ours.index_BHK[row], wanted.index_BHK[row])
         assert torch.equal(own_position[row], position[row])
         assert torch.equal(own_length[row], length[row])
     (logit, value), (own_logit, own_value) = (
-        (one.pseudo.part()[1][..., 0], one.pseudo.value_BHE) for one in (wanted, got)
+        (choice.pseudo.part()[1][..., 0], choice.pseudo.value_BHE) for choice in (wanted, ours)
     )
     torch.testing.assert_close(own_logit[fast], logit[fast], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(own_value[fast], value[fast], rtol=1e-4, atol=1e-4)
@@ -179,11 +179,13 @@ def test_after_an_early_choice_the_pseudo_token_has_the_true_query_s_logit_of_th
     on = case.on(kernel_device(backend))
     position, length = on.table.new_zeros(len(REQUESTS), 2, SINK + BUDGET), on.table.new_zeros(len(REQUESTS), 2)
     rows = on.key, on.value, on.table, on.step, on.codes
-    got = code_scan.on(backend)(on.query, *rows, position, length, budget=BUDGET, scale=SCALE, rest=REST, early=True)
-    code_tokens.on(backend)(on.key, *rows[2:], true.to(on.query.device), got.pseudo, SCALE)
+    choice = code_scan.on(backend)(on.query, *rows, position, length, budget=BUDGET, scale=SCALE, rest=REST, early=True)
+    code_tokens.on(backend)(on.key, *rows[2:], true.to(on.query.device), choice.pseudo, SCALE)
     for row in (row for row, (mode, _) in enumerate(REQUESTS) if mode == FAST):
-        assert torch.equal(got.index_BHK[row].cpu(), wanted.index_BHK[row])
-        torch.testing.assert_close(got.pseudo.part()[1][row].cpu(), wanted.pseudo.part()[1][row], rtol=1e-4, atol=2e-3)
+        assert torch.equal(choice.index_BHK[row].cpu(), wanted.index_BHK[row])
+        torch.testing.assert_close(
+            choice.pseudo.part()[1][row].cpu(), wanted.pseudo.part()[1][row], rtol=1e-4, atol=2e-3
+        )
 
 
 def along(x: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:

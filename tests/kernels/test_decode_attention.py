@@ -108,8 +108,8 @@ class Step:
                 sink = {} if sink_HG is None else {"sink_HG": sink_HG[head : head + 1]}
                 expected, _ = plain_attention(*segment, SCALE, **options, **sink)
                 atol, _ = error_bound(*segment, SCALE)
-                got = out[row, head].double()
-                torch.testing.assert_close(got, expected[0, 0, :, 0], rtol=0, atol=atol)
+                ours = out[row, head].double()
+                torch.testing.assert_close(ours, expected[0, 0, :, 0], rtol=0, atol=atol)
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -216,7 +216,7 @@ def ring_of(step: Step, homes: tuple[int, ...]) -> Ring:
     N, (B, pages) = step.page_size, step.table_BP.shape
     size = step.recent // N + 2
     table_BP = (torch.arange(B)[:, None] * size + torch.arange(pages) % size).int()
-    near, kept = [], []
+    near, home_pages = [], []
     for whole, tokens in ((step.key_PHND, step.keys), (step.value_PHNE, step.values)):
         ring = torch.full((B * size, *whole.shape[1:]), torch.nan, dtype=whole.dtype)
         home = torch.full((len(whole), len(homes), *whole.shape[2:]), torch.nan, dtype=whole.dtype)
@@ -229,9 +229,9 @@ def ring_of(step: Step, homes: tuple[int, ...]) -> Ring:
             if head in homes or not step.is_dense(row, head):
                 whole[used, head] = torch.nan
         near.append(ring.to(step.device))
-        kept.append(home.to(step.device))
+        home_pages.append(home.to(step.device))
     place_H = torch.tensor([homes.index(head) if head in homes else -1 for head in range(H)]).int()
-    heads = HeadPages(place_H.to(step.device), *kept) if homes else None
+    heads = HeadPages(place_H.to(step.device), *home_pages) if homes else None
     return Ring(*near, table_BP.to(step.device), heads)
 
 
@@ -242,8 +242,8 @@ def test_a_ring_has_the_recent_tokens_and_dense_reads_go_to_the_pages(backend: s
     mixed = () if dense is None else (0, 1, 2, 6)
     step = Step(backend, LENGTHS, MODES, E=24, page_size=16, dense=dense, mixed=mixed)
     expected, ring = step.attend(evidence=True), ring_of(step, homes if backend == "triton" else ())
-    found = step.attend(evidence=True, ring=ring)
-    assert torch.equal(found.out_BHGWE, expected.out_BHGWE)
-    assert torch.equal(found.log_sum_BHGW, expected.log_sum_BHGW)
+    result = step.attend(evidence=True, ring=ring)
+    assert torch.equal(result.out_BHGWE, expected.out_BHGWE)
+    assert torch.equal(result.log_sum_BHGW, expected.log_sum_BHGW)
     for row, length in enumerate(length for mode, length in zip(MODES, LENGTHS, strict=True) if mode == SLOW):
-        assert torch.equal(found.logits_BHGWT[row, ..., :length], expected.logits_BHGWT[row, ..., :length])
+        assert torch.equal(result.logits_BHGWT[row, ..., :length], expected.logits_BHGWT[row, ..., :length])

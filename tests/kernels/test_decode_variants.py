@@ -75,8 +75,8 @@ def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
             key, value = step.visible_rows(row, head)
             expected = (step.query[row, head].double() @ key[0, 0].double().mT) * SCALE
             _, bound = error_bound(query, key, value, SCALE)
-            got = result.logits_BHGWT[place, head, :, 0, : LENGTHS[row]].double()
-            torch.testing.assert_close(got, expected, rtol=0, atol=bound)
+            logits = result.logits_BHGWT[place, head, :, 0, : LENGTHS[row]].double()
+            torch.testing.assert_close(logits, expected, rtol=0, atol=bound)
             in_J = expected[:, SINK : step.starts[row]].logsumexp(-1)
             torch.testing.assert_close(log_sum.double(), in_J, rtol=0, atol=bound)
     assert torch.equal(result.out_BHGWE, step.attend().out_BHGWE)
@@ -86,8 +86,8 @@ def test_dense_heads_of_slow_requests_hand_out_their_logits(backend: str):
 def test_rows_find_their_packed_segments_by_slot(backend: str):
     """As under vLLM: fewer slots than rows, a slow row without one, queries that are parts of wider rows."""
     modes = [fields.FAST, fields.SLOW, fields.FAST, fields.SLOW]
-    own = "torch" if backend == "numba" else backend  # whose test steps have a plan
-    step = Step(own, [260, 130, 65, 200], modes, places=8)
+    step_backend = "torch" if backend == "numba" else backend  # whose test steps have a plan
+    step = Step(step_backend, [260, 130, 65, 200], modes, places=8)
     common = {"packed": 70, "sink": SINK}
     wanted = step.attend(evidence=True)
     slots, rows = [2, -1, 1, 0], torch.tensor([3, 2, 0])  # by row, and by slot; the slow row 1 has none
@@ -99,7 +99,7 @@ def test_rows_find_their_packed_segments_by_slot(backend: str):
         work_items(4, H, 8), step.device,
     )  # fmt: skip
     assert (descriptor.slow, descriptor.fast) == ((3,), (0, 2))
-    split_plan.on(own)(descriptor, H, 8)
+    split_plan.on(step_backend)(descriptor, H, 8)
     operands = step.operands()
     for name in ("packed_key_BHSD", "packed_value_BHSE", "packed_length_BH"):
         operands[name] = operands[name][rows.to(step.device)].contiguous()
@@ -198,8 +198,8 @@ def assert_plain(step: Step, **options) -> None:
             atol, _ = error_bound(*segment, SCALE)
             largest = float(pseudo.value_BHE.nan_to_num().abs().max() / segment[2].abs().max())
             expected = plain(step, pseudo, row, head, **options)
-            got = out[row, head].double()
-            torch.testing.assert_close(got, expected, rtol=0, atol=atol * max(1, largest))
+            ours = out[row, head].double()
+            torch.testing.assert_close(ours, expected, rtol=0, atol=atol * max(1, largest))
 
 
 @pytest.mark.parametrize(("places", "options"), [(2, {}), (64, {"sink_HG": SINK_HG}), (64, {"soft_cap": 0.5})])
@@ -227,11 +227,11 @@ def test_a_logit_of_minus_infinity_changes_nothing(backend: str, places: int, op
     step = Step(backend, FEW, FEW_MODES, places=places)
     pseudo = pseudo_of(step)
     none = pseudo._replace(logit_BHG=torch.full_like(pseudo.logit_BHG, -torch.inf))
-    got, without = attend(step, none, **options), attend(step, None, **options)
+    with_none, without = attend(step, none, **options), attend(step, None, **options)
     if backend == "triton":
-        assert torch.equal(got.view(torch.int32), without.view(torch.int32))
+        assert torch.equal(with_none.view(torch.int32), without.view(torch.int32))
     else:
-        torch.testing.assert_close(got, without)
+        torch.testing.assert_close(with_none, without)
 
 
 def test_one_that_outweighs_every_key_is_the_output(backend: str):
@@ -246,9 +246,9 @@ def test_one_that_outweighs_every_key_is_the_output(backend: str):
 def test_the_evidence_of_slow_requests_does_not_see_it(backend: str):
     step = Step(backend, [300, 65], [fields.SLOW, fields.FAST])
     pseudo = PseudoToken(*(part.to(step.device) for part in pseudo_of(step)))
-    got, without = step.attend(evidence=True, pseudo=pseudo), step.attend(evidence=True)
-    assert torch.equal(got.logits_BHGWT, without.logits_BHGWT)
-    assert torch.equal(got.log_sum_BHGW, without.log_sum_BHGW)
+    with_pseudo, without = step.attend(evidence=True, pseudo=pseudo), step.attend(evidence=True)
+    assert torch.equal(with_pseudo.logits_BHGWT, without.logits_BHGWT)
+    assert torch.equal(with_pseudo.log_sum_BHGW, without.log_sum_BHGW)
 
 
 def test_the_fast_step_alone_takes_it_as_well(backend: str):
@@ -258,8 +258,8 @@ def test_the_fast_step_alone_takes_it_as_well(backend: str):
     query_BHGD = operands.pop("query_BHGWD")[:, :, :, 0]
     moved = PseudoToken(*(part.to(step.device) for part in pseudo))
     run = sparse_attention.on(backend)
-    got = run(query_BHGD, *operands.values(), *numbers, scale=SCALE, pseudo=moved)
-    torch.testing.assert_close(got.cpu(), attend(step, pseudo))
+    out = run(query_BHGD, *operands.values(), *numbers, scale=SCALE, pseudo=moved)
+    torch.testing.assert_close(out.cpu(), attend(step, pseudo))
 
 
 @pytest.mark.parametrize(
@@ -344,8 +344,8 @@ class Verification(Step):
                 sink = None if sink_HG is None else sink_HG[head : head + 1]
                 expected, _ = plain_attention(*segment, SCALE, visible=visible, soft_cap=soft_cap, sink_HG=sink)
                 atol, _ = error_bound(*segment, SCALE)
-                got = out[row, head, :, first:].double()
-                torch.testing.assert_close(got, expected[0, 0], rtol=0, atol=atol)
+                ours = out[row, head, :, first:].double()
+                torch.testing.assert_close(ours, expected[0, 0], rtol=0, atol=atol)
         self.assert_evidence(result, soft_cap)
         return result
 
@@ -360,9 +360,9 @@ class Verification(Step):
             expected = query[0, 0, :, 0].double() @ key[0, 0].double().mT * SCALE
             if soft_cap is not None:
                 expected = soft_cap * torch.tanh(expected / soft_cap)
-            got = result.logits_BHGWT[place, head, :, 0, : self.lengths[row]].double()
-            torch.testing.assert_close(got[:, : key.shape[2]], expected, rtol=0, atol=bound)
-            assert (got[:, key.shape[2] :] == -torch.inf).all()
+            logits = result.logits_BHGWT[place, head, :, 0, : self.lengths[row]].double()
+            torch.testing.assert_close(logits[:, : key.shape[2]], expected, rtol=0, atol=bound)
+            assert (logits[:, key.shape[2] :] == -torch.inf).all()
             in_J = expected[:, min(SINK, self.lengths[row]) : self.starts[row]].logsumexp(-1)
             sums = result.log_sum_BHGW[place, head, :, 0].double()
             torch.testing.assert_close(sums, in_J, rtol=0, atol=bound)
@@ -416,10 +416,10 @@ def test_a_draft_of_one_token_attends_as_a_step_does(backend: str):
     alone = replace(step, W=1)
     alone.__dict__.update({n: getattr(step, n) for n in ("key_PHND", "value_PHNE", "packed")})
     alone.query = step.query[:, :, :, -1:]
-    got, expected = (one.attend(evidence=True) for one in (step, alone))
-    assert torch.equal(got.out_BHGWE[:, :, :, -1:], expected.out_BHGWE)
-    assert torch.equal(got.logits_BHGWT, expected.logits_BHGWT)
-    assert torch.equal(got.log_sum_BHGW, expected.log_sum_BHGW)
+    result, expected = (verification.attend(evidence=True) for verification in (step, alone))
+    assert torch.equal(result.out_BHGWE[:, :, :, -1:], expected.out_BHGWE)
+    assert torch.equal(result.logits_BHGWT, expected.logits_BHGWT)
+    assert torch.equal(result.log_sum_BHGW, expected.log_sum_BHGW)
 
 
 def test_a_pass_has_room_for_every_requests_queries(backend: str):

@@ -126,9 +126,9 @@ def test_a_request_in_a_batch_computes_what_it_computes_alone(page_size: int):
     history = History(page_size, W=2)
     together, logits = history.attend(), history.logits(longest=max(LENGTHS))
     for row, T in enumerate(LENGTHS):
-        one = slice(row, row + 1)
-        assert torch.equal(together[one], history.attend(one))
-        assert torch.equal(logits[one, ..., :T], history.logits(one))
+        rows = slice(row, row + 1)
+        assert torch.equal(together[rows], history.attend(rows))
+        assert torch.equal(logits[rows, ..., :T], history.logits(rows))
 
 
 def test_a_request_shorter_than_the_window_has_its_queries_last():

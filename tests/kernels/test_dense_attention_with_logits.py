@@ -37,8 +37,8 @@ def test_queries_attend_causally_and_the_last_hands_out_its_logits(backend, page
     assert out.dtype == dtype
     assert logits.shape == (len(LENGTHS), H, G, 1, max(LENGTHS))
     for row, (key, value) in enumerate(zip(keys, values, strict=True)):
-        one = slice(row, row + 1)
-        check_output(out[one], query[one], key[None], value[None], options)
+        rows = slice(row, row + 1)
+        check_output(out[rows], query[rows], key[None], value[None], options)
         expected = evidence_of(query[row], key, options.get("soft_cap"))
         torch.testing.assert_close(logits[row, ..., 0, : LENGTHS[row]].double(), expected, rtol=1e-5, atol=1e-5)
         assert (logits[row, ..., LENGTHS[row] :] == -torch.inf).all()
@@ -46,14 +46,14 @@ def test_queries_attend_causally_and_the_last_hands_out_its_logits(backend, page
 
 def check_output(out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict) -> None:
     """Compare a request's output with the textbook's; queries before its first token are padding."""
-    own = min(query.shape[3], key.shape[2])
-    segment = query[:, :, :, -own:], key, value
-    visible = causal_mask(own, key.shape[2])
+    queries = min(query.shape[3], key.shape[2])
+    segment = query[:, :, :, -queries:], key, value
+    visible = causal_mask(queries, key.shape[2])
     expected, _ = plain_attention(*segment, SCALE, visible=visible, **options)
     atol, _ = error_bound(*segment, SCALE)
     rtol = torch.finfo(out.dtype).eps
-    torch.testing.assert_close(out[:, :, :, -own:].double(), expected, rtol=rtol, atol=atol)
-    assert not out[:, :, :, :-own].any()
+    torch.testing.assert_close(out[:, :, :, -queries:].double(), expected, rtol=rtol, atol=atol)
+    assert not out[:, :, :, :-queries].any()
 
 
 def evidence_of(query_HGWD: torch.Tensor, key_HTD: torch.Tensor, soft_cap: float | None) -> torch.Tensor:

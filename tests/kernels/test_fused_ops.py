@@ -22,17 +22,17 @@ def norm_module(width: int, dtype: torch.dtype) -> LlamaRMSNorm:
     return module.requires_grad_(False)
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, roundings: int = 8) -> None:
+def close(ours: torch.Tensor, expected: torch.Tensor, roundings: int = 8) -> None:
     """Compare what a kernel made: within roundings, and in float16 nearly all equal.
 
     A row's float32 sum may differ in its last bit, since kernels add in another order. Where the float32
     result then lies at the border of two float16 numbers, the other one comes out.
     """
-    got = got.cpu()
-    bound = roundings * torch.finfo(got.dtype).eps
-    torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
-    if got.dtype == torch.float16:
-        assert (got != expected).float().mean() < 5e-3
+    ours = ours.cpu()
+    bound = roundings * torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours, expected, rtol=bound, atol=bound)
+    if ours.dtype == torch.float16:
+        assert (ours != expected).float().mean() < 5e-3
 
 
 def angles(B: int, T: int, D: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,8 +58,8 @@ def test_references_are_transformers_modules_bit_for_bit(dtype: torch.dtype):
         weights = (q_norm.weight, k_norm.weight, EPS) if normed_too else ()
         rows = (q_norm(query), k_norm(key)) if normed_too else (query, key)
         expected = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in rows), cos, sin)
-        got = rotary.reference(query, key, cos, sin, *weights)
-        assert all(map(torch.equal, got, expected))
+        rotated = rotary.reference(query, key, cos, sin, *weights)
+        assert all(map(torch.equal, rotated, expected))
 
     act = LlamaMLP(LlamaConfig(hidden_size=32)).act_fn
     gate, up = drawn(2, 5, 8, dtype=dtype), drawn(2, 5, 8, dtype=dtype)
@@ -99,8 +99,8 @@ def test_the_rotary_kernel_rounds_as_transformers(kernel_device, B, T, X, H, D, 
     expected = apply_rotary_pos_emb(*(x.transpose(1, 2) for x in rows), cos, sin)
     weights = [norm.weight.to(kernel_device) for norm in norms] if normed else [None, None]
     both, *moved = (x.to(kernel_device) for x in (torch.cat((query, key), 2), cos, sin))
-    got = rotary.triton(*both.split((X, H), 2), *moved, *weights, EPS)
-    for ours, theirs in zip(got, expected, strict=True):
+    rotated = rotary.triton(*both.split((X, H), 2), *moved, *weights, EPS)
+    for ours, theirs in zip(rotated, expected, strict=True):
         close(ours, theirs, 32)  # a difference of products, each up to 30 or so
 
 

@@ -89,10 +89,10 @@ def test_a_recorded_launch_is_not_made_nor_counted(kernel, monkeypatch):
         launching.launch(kernel, (2,), score, 7, 0.5, num_warps=8, num_stages=3, max_registers=255, SIZE=64)
     assert not kernel.calls
     assert not counter
-    (made,) = record.launches
-    assert (made.kernel, made.arguments) == (kernel, (score, 7, 0.5))
-    assert made.constants == {"SIZE": 64}
-    assert made.options == {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
+    (launch,) = record.launches
+    assert (launch.kernel, launch.arguments) == (kernel, (score, 7, 0.5))
+    assert launch.constants == {"SIZE": 64}
+    assert launch.options == {"num_warps": 8, "num_stages": 3, "maxnreg": 255}
 
 
 def test_a_gpus_target_is_what_its_properties_say(monkeypatch):
@@ -158,11 +158,11 @@ def test_reference_and_triton_have_one_signature_but_for_what_benchmarks_vary(pa
     pytest.importorskip("triton")
     for op in (op for name, op in ops(package).items() if name not in ON_CPU):
         known = inspect.signature(op.reference)
-        own = inspect.signature(op.triton)
-        more = [p for name, p in own.parameters.items() if name not in known.parameters]
+        signature = inspect.signature(op.triton)
+        more = [p for name, p in signature.parameters.items() if name not in known.parameters]
         assert all(p.kind is p.KEYWORD_ONLY and p.default is None for p in more)
-        shared = [p for p in own.parameters.values() if p not in more]
-        assert own.replace(parameters=shared) == known
+        shared = [p for p in signature.parameters.values() if p not in more]
+        assert signature.replace(parameters=shared) == known
 
 
 @pytest.fixture

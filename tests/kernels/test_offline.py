@@ -166,7 +166,7 @@ def kernel_of(*parameters: str) -> SimpleNamespace:
         SimpleNamespace(name=name.strip("*"), is_constexpr=name.isupper(), do_not_specialize=name.startswith("*"))
         for name in parameters
     ]
-    return SimpleNamespace(params=described, arg_names=[one.name for one in described])
+    return SimpleNamespace(params=described, arg_names=[parameter.name for parameter in described])
 
 
 def types(name: str, value: object) -> str:
@@ -176,10 +176,10 @@ def types(name: str, value: object) -> str:
 def test_the_signature_has_types_constants_and_what_divides():
     kernel = kernel_of("query", "scale", "length", "SIZE")
     arguments = torch.empty(4, dtype=torch.bfloat16), 0.5, 48
-    got = signature(Launch(kernel, arguments, {"SIZE": 64}, {}))
-    assert got[0] == {"query": "*bf16", "scale": "fp32", "length": "i32", "SIZE": "constexpr"}
-    assert got[1] == {(3,): 64}
-    assert got[2] == {(0,): DIVISIBLE, (2,): DIVISIBLE}
+    specialization = signature(Launch(kernel, arguments, {"SIZE": 64}, {}))
+    assert specialization[0] == {"query": "*bf16", "scale": "fp32", "length": "i32", "SIZE": "constexpr"}
+    assert specialization[1] == {(3,): 64}
+    assert specialization[2] == {(0,): DIVISIBLE, (2,): DIVISIBLE}
 
 
 def test_triton_makes_a_constant_of_one_unless_told_not_to():

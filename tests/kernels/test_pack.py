@@ -56,8 +56,8 @@ class Batch:
                 continue
             count = len(positions)
             assert self.length_BH[request, head] == count
-            own = self.position_BHS[request, head].tolist()
-            assert own == positions + [-1] * (S - count)
+            packed_positions = self.position_BHS[request, head].tolist()
+            assert packed_positions == positions + [-1] * (S - count)
             for packed, rows in ((self.key_BHSD, self.keys), (self.value_BHSE, self.values)):
                 part = packed[request, head]
                 assert torch.equal(part[:count], rows[request][head, positions])
@@ -184,17 +184,17 @@ def test_layers_packed_together_hold_what_each_alone_holds():
     layers = [Batch([40, 23, 31], S=9, D=D + layer) for layer in range(3)]
     for layer in layers[1:]:  # the pages of a run's layers have one table
         for pages, rows in ((layer.key_PHND, layer.keys), (layer.value_PHNE, layer.values)):
-            for request, own in enumerate(rows):
+            for request, request_rows in enumerate(rows):
                 for slot, page in enumerate(layers[0].table_BP[request].tolist()):
-                    part = own[:, slot * 16 : (slot + 1) * 16]
+                    part = request_rows[:, slot * 16 : (slot + 1) * 16]
                     pages[page, :, : part.shape[1]] = part
     index_LHK = torch.tensor(
         [[[3, 8, 22], [5, -1, -1]], [[4, 5, -1], [7, 20, 21]], [[2, 3, 4], [6, 19, -1]]], dtype=torch.int32
     )
-    segments = [(one.key_PHND, one.value_PHNE, *one.segment) for one in layers]
+    segments = [(layer.key_PHND, layer.value_PHNE, *layer.segment) for layer in layers]
     pack_layers(segments, layers[0].table_BP, 1, index_LHK, int32([2]))
     for layer, index_HK in zip(layers, index_LHK.tolist(), strict=True):
-        layer.assert_holds(1, *([0, 1, *(j for j in own if j >= 0)] for own in index_HK))
+        layer.assert_holds(1, *([0, 1, *(j for j in index_K if j >= 0)] for index_K in index_HK))
         layer.assert_untouched(0)
         layer.assert_untouched(2)
     with pytest.raises(ValueError, match="index must have at most S=9 positions, got 10"):

@@ -60,13 +60,13 @@ class Batch:
         return choice, pages, last, position, length
 
 
-def same(found, wanted) -> None:
+def same(results, wanted) -> None:
     """Equal to the bit, in fast rows; what others have is theirs."""
     fast = torch.tensor([mode == FAST for mode in MODES])
-    (ours, *rest), (theirs, *others) = found, wanted
+    (ours, *rest), (theirs, *others) = results, wanted
     assert torch.equal(ours.index_BHK[fast], theirs.index_BHK[fast])
-    for one, other in zip(rest, others, strict=True):
-        for x, y in zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]:
+    for part, other in zip(rest, others, strict=True):
+        for x, y in zip(part, other, strict=True) if isinstance(part, tuple) else [(part, other)]:
             assert torch.equal(x, y)
 
 
@@ -78,12 +78,12 @@ def test_the_kernels_choose_the_reference_s_pages(monkeypatch, page: int, dtype:
     for queries in (1, 7):
         batch = Batch(page, dtype, queries=queries)
         for budget in (1, 12):
-            found, wanted = (batch.run(backend, budget) for backend in ("triton", "torch"))
-            same(found, wanted)
-            assert bool((found[3][4:] == 77).all())
+            results, wanted = (batch.run(backend, budget) for backend in ("triton", "torch"))
+            same(results, wanted)
+            assert bool((results[3][4:] == 77).all())
         # the extremes of the pages with new keys were undefined
         keys = batch.key[batch.table[5].long()].transpose(0, 1).flatten(1, 2)
-        for part, end in zip(found[1], summarize(keys[:, :50], page), strict=True):
+        for part, end in zip(results[1], summarize(keys[:, :50], page), strict=True):
             assert torch.equal(part[5, :, : end.shape[1]], end)
 
 
@@ -94,8 +94,8 @@ def test_rows_find_what_is_kept_by_slot(backend: str):
     wanted, *before = batch.run(backend, 12, tau=0.1, diagnoses=True)
     batch.pages, batch.last = PageSummaries(*(x[rows] for x in batch.pages)), LastStep(*(x[rows] for x in batch.last))
     batch.step.table_BX[:, SLOT] = torch.tensor([2, 0, 3, 1, -1, -1], dtype=torch.int32)
-    found, *after = batch.run(backend, 12, tau=0.1, diagnoses=True)
-    assert torch.equal(found.index_BHK[fast], wanted.index_BHK[fast])
+    choice, *after = batch.run(backend, 12, tau=0.1, diagnoses=True)
+    assert torch.equal(choice.index_BHK[fast], wanted.index_BHK[fast])
     for ours, theirs in zip((*after[0], *after[1], *after[2:]), (*before[0], *before[1], *before[2:]), strict=True):
         assert torch.equal(ours, theirs[rows])
 
@@ -106,9 +106,9 @@ def test_a_choice_for_the_next_step_is_the_reference_s(monkeypatch, tau: float):
     monkeypatch.setattr(kernels, "CHUNK", 16)
     batch = Batch(4)
     options = {"recent": RECENT, "scale": 0.5, "tau": tau}
-    found, wanted = (batch.run(backend, 12, **options, diagnoses=True) for backend in ("triton", "torch"))
-    same(found, wanted)
-    (ours, *_), (theirs, *_), fast = found, wanted, slice(4)
+    results, wanted = (batch.run(backend, 12, **options, diagnoses=True) for backend in ("triton", "torch"))
+    same(results, wanted)
+    (ours, *_), (theirs, *_), fast = results, wanted, slice(4)
     assert torch.equal(ours.corrected_BH[fast], theirs.corrected_BH[fast])
     assert torch.equal(ours.ahead_BHK[fast], theirs.ahead_BHK[fast])
     cosines = [choice.diagnostics["query_cosine"][fast] for choice in (ours, theirs)]
@@ -116,12 +116,12 @@ def test_a_choice_for_the_next_step_is_the_reference_s(monkeypatch, tau: float):
     corrected = int(ours.corrected_BH[fast].sum())
     assert (0 < corrected < 8) if tau == 0.1 else corrected == 8 * (tau > 0)
     quiet, *rest = batch.run("triton", 12, **options)
-    assert torch.equal(rest[2], found[3]), "positions do not depend on who listens"
+    assert torch.equal(rest[2], results[3]), "positions do not depend on who listens"
     assert quiet.diagnostics == {}
     # a second time, as for a step that was launched ahead
-    batch.last = found[2]
+    batch.last = results[2]
     twice = batch.run("triton", 12, **options)
-    assert torch.equal(twice[3], found[3])
+    assert torch.equal(twice[3], results[3])
 
 
 @pytest.mark.parametrize("tied", [False, True])

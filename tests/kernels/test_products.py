@@ -68,11 +68,11 @@ def test_the_kernel_rounds_as_transformers(kernel_device, M, K, N, kind: str, dt
     given, options = operands(kind, M, K, N, dtype)
     expected = written_out(rounded_once, *given, **options)
     moved = {name: x.to(kernel_device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    got = project.triton(*(x.to(kernel_device) for x in given), **moved).cpu()
-    assert got.shape == expected.shape
-    torch.testing.assert_close(got, expected, rtol=32 * torch.finfo(dtype).eps, atol=32 * torch.finfo(dtype).eps)
+    ours = project.triton(*(x.to(kernel_device) for x in given), **moved).cpu()
+    assert ours.shape == expected.shape
+    torch.testing.assert_close(ours, expected, rtol=32 * torch.finfo(dtype).eps, atol=32 * torch.finfo(dtype).eps)
     if dtype == torch.float16:
-        assert (got != expected).float().mean() < 0.02
+        assert (ours != expected).float().mean() < 0.02
 
 
 def test_a_program_owns_rows_so_that_the_busiest_processor_reads_least():

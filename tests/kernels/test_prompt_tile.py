@@ -78,19 +78,20 @@ def compiled() -> list[dict]:
 def test_no_warp_repeats_a_product_and_nothing_spills(compiled):
     """A warp takes 16 rows of a tile, and 8 columns where rows are not enough."""
     assert len(compiled) == 6
-    for one in compiled:
-        assert one["spills"] == 0, one
-        assert one["text"], one
-        for line in one["text"]:
+    for kernel in compiled:
+        assert kernel["spills"] == 0, kernel
+        assert kernel["text"], kernel
+        for line in kernel["text"]:
             rows, columns = map(int, re.search(r"warpsPerCTA = \[(\d+), (\d+)\]", line).groups())
-            assert 16 * rows <= one["rows"], one
-            assert 8 * columns <= one["tokens"], one
+            assert 16 * rows <= kernel["rows"], kernel
+            assert 8 * columns <= kernel["tokens"], kernel
 
 
 def test_the_pipeline_holds_the_tiles_that_its_depth_says(compiled):
     """Page numbers are fetched ahead of the keys; on sm_80 the tile in use is in registers."""
-    held = {(one["capability"], one["D"]): one["buffers"] for one in compiled}
+    held = {(kernel["capability"], kernel["D"]): kernel["buffers"] for kernel in compiled}
     assert held == {
-        (one["capability"], one["D"]): (one["stages"] + (1 if one["capability"] == 90 else -1)) // 2 for one in compiled
+        (kernel["capability"], kernel["D"]): (kernel["stages"] + (1 if kernel["capability"] == 90 else -1)) // 2
+        for kernel in compiled
     }
     assert held[90, 128] == 3

@@ -28,7 +28,7 @@ def run(request, kernel_device):
 
 
 def selection(rows: list[list[list[int]]], K: int) -> torch.Tensor:
-    return int32([[one + [-1] * (K - len(one)) for one in heads] for heads in rows])
+    return int32([[positions + [-1] * (K - len(positions)) for positions in heads] for heads in rows])
 
 
 class Tiers:
@@ -77,8 +77,8 @@ class Tiers:
                 count = int(expected[3][request, head])
                 assert int(self.into[3][request, head]) == count
                 assert torch.equal(self.into[2][request, head], expected[2][request, head])
-                for got, wanted in zip(self.into[:2], expected[:2], strict=True):
-                    assert torch.equal(got[request, head, :count], wanted[request, head, :count])
+                for ours, wanted in zip(self.into[:2], expected[:2], strict=True):
+                    assert torch.equal(ours[request, head, :count], wanted[request, head, :count])
 
 
 OLD = [[[5, 9, 20, 40], [6, 7]], [[2, 3, 30], []]]
@@ -120,14 +120,14 @@ def test_segments_of_several_tiles_find_every_old_row(run, size):
     tiers = Tiers([600], S=size)
     old = [sorted(torch.randperm(590)[: size - 2 - cut].add(2).tolist()) for cut in (0, 9)]
     spare = sorted(set(range(2, 600)) - set(old[0]) - set(old[1]))
-    new = [sorted(set(own) - set(own[::3]) | set(spare[: len(own[::3])])) for own in old]
+    new = [sorted(set(positions) - set(positions[::3]) | set(spare[: len(positions[::3])])) for positions in old]
     tiers.pack([0], selection([old], size - 2), [2], tiers.old)
     pages = tiers.host()
     for head in range(H):
         tiers.forget(pages, 0, head, {0, 1} | (set(old[head]) & set(new[head])))
     tiers.recall(run, [0], selection([new], size - 2), [2], pages)
     tiers.assert_as_packed([0], selection([new], size - 2), [2])
-    assert tiers.fetched.tolist() == [[len(own[::3]) for own in old]]
+    assert tiers.fetched.tolist() == [[len(positions[::3]) for positions in old]]
 
 
 def test_heads_that_are_not_refreshed_keep_their_rows(run):
@@ -135,12 +135,12 @@ def test_heads_that_are_not_refreshed_keep_their_rows(run):
     tiers.pack([0, 1], selection(OLD, 6), [2, 2], tiers.old)
     tiers.recall(run, [1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], heads_RH=int32([[1, 0], [0, 1]]))
     assert tiers.fetched.tolist() == [[0, 0], [0, 1]]
-    for part, request, head in ((part, *kept) for part in tiers.into[2:] for kept in ((1, 1), (0, 0))):
+    for part, request, head in ((part, *pair) for part in tiers.into[2:] for pair in ((1, 1), (0, 0))):
         assert (part[request, head] == -7).all()
     tiers.pack([1, 0], selection([NEW[1], NEW[0]], 6), [2, 2], expected := tiers.segment(2, torch.float32))
     for request, head in ((1, 0), (0, 1)):
-        for got, wanted in zip(tiers.into, expected, strict=True):
-            torch.testing.assert_close(got[request, head], wanted[request, head], equal_nan=True)
+        for ours, wanted in zip(tiers.into, expected, strict=True):
+            torch.testing.assert_close(ours[request, head], wanted[request, head], equal_nan=True)
 
 
 @pytest.mark.parametrize("sink", [0, 3, 14])

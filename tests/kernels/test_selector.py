@@ -105,16 +105,16 @@ def test_selector_equals_the_paper_in_slow_loops(allowed, changes):
 def test_compiled_loops_score_an_interval_as_float64_does(changes):
     """Beside a query that sees nothing, one that sees a part, and a key of norm 0; with all diagnostics."""
     pytest.importorskip("numba")
-    logits, norm, told, wanted = 3 * torch.randn(B, H, G, W, T), 5 * torch.rand(B, H, T), {}, {}
+    logits, norm, diagnostics, wanted = 3 * torch.randn(B, H, G, W, T), 5 * torch.rand(B, H, T), {}, {}
     logits[0, 0, 0, 0], logits[:, :, :, 1, 30:], norm[0, 0, 10] = -INF, -INF, 0
     constants = DEFAULTS | {"interval": (4, 45)} | changes
-    score, weight = selector.numba(logits, norm, None, diagnostics=told, **constants)
+    score, weight = selector.numba(logits, norm, None, diagnostics=diagnostics, **constants)
     expected, weights = selector.reference(logits.double(), norm.double(), None, diagnostics=wanted, **constants)
     torch.testing.assert_close(score[..., 4:45].double(), expected[..., 4:45], rtol=1e-5, atol=1e-5)
     assert (score[..., :4] == MASKED_SCORE).all()
     assert (score[..., 45:] == MASKED_SCORE).all()
     torch.testing.assert_close(weight.double(), weights, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(told, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(diagnostics, wanted, rtol=1e-5, atol=1e-5)
     sums = logits[..., 4:45].logsumexp(-1)
     again, _ = selector.numba(logits, norm, None, log_sum_BHGW=sums, **constants)
     torch.testing.assert_close(again, score)
@@ -309,16 +309,16 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 def apart(parts: int, run: Callable[[int, Gather], torch.Tensor]) -> torch.Tensor:
     """Run every part of the heads with a gather that answers as the others would; join the results."""
-    told: list[torch.Tensor] = []
+    gathered: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        told.append(tensor)
+        gathered.append(tensor)
         return tensor[None]
 
     for part in range(parts):
         run(part, note)
-    assert len(told) == parts  # one call each, whatever the heads
-    return torch.cat([run(part, lambda _: torch.stack(told[:parts])) for part in range(parts)], 1)
+    assert len(gathered) == parts  # one call each, whatever the heads
+    return torch.cat([run(part, lambda _: torch.stack(gathered[:parts])) for part in range(parts)], 1)
 
 
 @pytest.mark.parametrize("temperature", [2.0, 0.1, 1e-6])

@@ -102,9 +102,9 @@ def check(run, logits, norm, allowed, **changes):
     assert score_error < 0.01  # else the comparison says nothing
     torch.testing.assert_close(score[~outside].double(), exact[~outside], rtol=0, atol=score_error)
     assert got_facts.keys() == facts.keys()
-    for (name, got), want in zip(got_facts.items(), (ff, fr, rr, entropy), strict=True):
+    for (name, fact), want in zip(got_facts.items(), (ff, fr, rr, entropy), strict=True):
         close = {"rtol": 4 * error, "atol": 4 * error if name == "evidence_entropy" else 0.0}
-        torch.testing.assert_close(got.cpu().double(), want, **close)
+        torch.testing.assert_close(fact.cpu().double(), want, **close)
     return score, weight
 
 
@@ -137,9 +137,9 @@ def longer(logits, norm, allowed, T):
 
 def test_room_behind_the_longest_request_changes_no_bit(run, small_chunks):
     """More positions than two chunks of 32 hold, and room for twice as many."""
-    made = inputs(1, 2, 2, 1, 128)
-    score, weight = run(*made)
-    padded, same = run(*longer(*made, 300))
+    operands = inputs(1, 2, 2, 1, 128)
+    score, weight = run(*operands)
+    padded, same = run(*longer(*operands, 300))
     assert torch.equal(padded[..., :128], score)
     assert torch.equal(same, weight)
 
@@ -261,9 +261,9 @@ def test_the_log_sum_of_the_attention_kernel_saves_two_launches(run, small_chunk
         given, weight = check(run, logits, norm, allowed, log_sum_BHGW=log_sum)
     names = ("mean", "sum", "weigh", "score", "refine")
     assert counter == {f"selector_{name}": 1 for name in names}
-    made, same = run(logits, norm, allowed)
+    score, same = run(logits, norm, allowed)
     # a log-sum-exp of about 10 rounds to 8 units, and its rounding weighs a query against the others
-    torch.testing.assert_close(given, made, rtol=0, atol=64 * ROUNDING)
+    torch.testing.assert_close(given, score, rtol=0, atol=64 * ROUNDING)
     torch.testing.assert_close(weight, same, rtol=64 * ROUNDING, atol=0)
 
 
@@ -301,8 +301,8 @@ def test_what_stands_outside_the_candidates_is_never_used(run, span):
     logits, norm, allowed = inputs(2, 2, 2, 1, 130)
     expected = run(logits, norm, allowed, span=span)
     logits = logits.masked_fill(~allowed[:, None, None, None], torch.nan)
-    got = run(logits, norm.masked_fill(~allowed[:, None], torch.nan), allowed, span=span)
-    assert all(torch.equal(*pair) for pair in zip(got[:2], expected[:2], strict=True))
+    result = run(logits, norm.masked_fill(~allowed[:, None], torch.nan), allowed, span=span)
+    assert all(torch.equal(*pair) for pair in zip(result[:2], expected[:2], strict=True))
 
 
 def test_an_interval_stands_for_its_mask(run):

@@ -159,9 +159,9 @@ def test_a_logit_of_minus_infinity_weighs_nothing_and_nan_spoils_the_output(back
     spoiled = step.attend()
     assert spoiled[0, 0].isnan().all() == weighs
     if not weighs:
-        one = slice(0, 1)
+        rows = slice(0, 1)
         step.start_B[0] = 65
-        torch.testing.assert_close(spoiled[one, :1], step.attend(one)[:, :1])
+        torch.testing.assert_close(spoiled[rows, :1], step.attend(rows)[:, :1])
     assert torch.equal(spoiled[1:], plain[1:])
 
 

@@ -154,7 +154,7 @@ def test_no_other_size_that_is_tried_costs_less(plans):
 
     for batch, step in plans:
         sizes = [batch.least + batch.least * eighth // 8 for eighth in range(8)]
-        plan = {size: [-(-own // size) for own in batch.units] for size in sizes}
+        plan = {size: [-(-units // size) for units in batch.units] for size in sizes}
         costs = {size: cost(batch, splits, size) for size, splits in plan.items()}
         chosen = [size for size in sizes if plan[size] == step.table_BX[:, fields.SPLITS].tolist()]
         assert chosen

@@ -140,8 +140,8 @@ def decodes(
         dense_BH=int32([[0, 0], [0, 0], [1, 0]]).to(case.device) if heads else None,
     )  # fmt: skip
     assert out.logits_BHGWT is not None
-    kept = [row[..., : LENGTHS[own]] for own, row in zip(step.slow, out.logits_BHGWT, strict=True)]
-    return [out.out_BHGWE, *kept, out.log_sum_BHGW]
+    logits = [row[..., : LENGTHS[request]] for request, row in zip(step.slow, out.logits_BHGWT, strict=True)]
+    return [out.out_BHGWE, *logits, out.log_sum_BHGW]
 
 
 def decodes_a_draft(case: Case, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
@@ -215,8 +215,8 @@ def test_an_op_gives_what_it_gives_for_contiguous_pages(backend: str, run, layou
     strided = case.laid_out(layout)
     assert not any(pages.is_contiguous() for pages in strided)
     expected = run(case, *(pages.clone().to(case.device) for pages in case.pages))
-    for got, want in zip(run(case, *strided), expected, strict=True):
-        torch.testing.assert_close(got, want, equal_nan=True)
+    for ours, want in zip(run(case, *strided), expected, strict=True):
+        torch.testing.assert_close(ours, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("run", [attends, makes_logits, decodes, packs, recalls, appends])
@@ -235,7 +235,7 @@ def test_flash_attention_gets_rows_that_lie_together(length: int, causal: bool):
     views = [read_pages(pages, case.table[1], 0, length) for pages in case.laid_out(transposed_keys)]
     assert views[0].stride(-1) == N
     query = torch.randn(1, H, G, length, D)
-    got, _ = partial_attention(query, *views, scale=0.3, causal=causal)
+    out, _ = partial_attention(query, *views, scale=0.3, causal=causal)
     visible = torch.ones(length, length).tril() if causal else None
     want, _ = plain_attention(query, *views, 0.3, visible=visible)
-    torch.testing.assert_close(got.double(), want, rtol=0, atol=error_bound(query, *views, 0.3)[0])
+    torch.testing.assert_close(out.double(), want, rtol=0, atol=error_bound(query, *views, 0.3)[0])

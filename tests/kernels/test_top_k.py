@@ -32,8 +32,8 @@ def select(request, kernel_device, monkeypatch):
 def by_sorting(scores: list[float], budget: int) -> list[int]:
     """Rank by score, then by position; drop what is masked; ascending; pad."""
     ranked = sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:budget]
-    kept = sorted(j for j in ranked if scores[j] > MASKED_SCORE / 2)
-    return kept + [-1] * (min(budget, len(scores)) - len(kept))
+    positions = sorted(j for j in ranked if scores[j] > MASKED_SCORE / 2)
+    return positions + [-1] * (min(budget, len(scores)) - len(positions))
 
 
 @pytest.mark.parametrize(("length", "budget", "values"), covering([1, 63, 64, 65, 1000], [1, 64, 2048], [1, 3, 1000]))
@@ -179,8 +179,8 @@ def by_hand(score_T: list[float], page_size: int, budget: int) -> list[int]:
         if score > MASKED_SCORE / 2:
             pages.setdefault(position // page_size, set()).add(position)
     mean = {
-        page: math.fsum(math.exp(score_T[position]) for position in sorted(own)) / len(own)
-        for page, own in pages.items()
+        page: math.fsum(math.exp(score_T[position]) for position in sorted(positions)) / len(positions)
+        for page, positions in pages.items()
     }
     chosen: set[int] = set()
     for page in sorted(pages, key=lambda page: (-mean[page], page)):

@@ -17,12 +17,12 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     with engine(given["extra"], **given["options"]) as llm:
         output = ask(llm, [EXAMPLE["prompt"]], max_tokens=given["max_tokens"])[0]
-        found = {
+        report = {
             "tokens": list(output.outputs[0].token_ids),
             "told": (output.kv_transfer_params or {}).get("sfi"),
             "attention": llm.collective_rpc(attention_class),
         }
-        print("\n" + json.dumps(found))  # noqa: T201
+        print("\n" + json.dumps(report))  # noqa: T201
 
 
 def attention_class(worker: object) -> str:

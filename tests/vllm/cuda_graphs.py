@@ -53,7 +53,7 @@ def graphs_on(monkeypatch: pytest.MonkeyPatch) -> FakeRecorder:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", TapeGraph)
     monkeypatch.setattr(torch.cuda, "graph", recorded)
     monkeypatch.setattr(CpuPlatform, "graph_pool_handle", lambda _: (0, 0), raising=False)
-    monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda made: made)
+    monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
     for module in (cuda_graph, cudagraph_utils):
         monkeypatch.setattr(module, "current_stream", lambda: None)
     monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **_: nullcontext())

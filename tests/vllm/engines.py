@@ -56,7 +56,7 @@ def ask(llm: LLM, prompts: Sequence[Any], **options: Any) -> list[RequestOutput]
 
     `salt` is the `cache_salt` that the client gives.
     """
-    salt = {"cache_salt": own} if (own := options.pop("salt", None)) else {}
+    salt = {"cache_salt": cache_salt} if (cache_salt := options.pop("salt", None)) else {}
     limits = options.pop("max_tokens", 40)
     limits = limits if isinstance(limits, list) else [limits] * len(prompts)
     parameters = [SamplingParams(**GREEDY | {"max_tokens": most} | options) for most in limits]

@@ -78,8 +78,8 @@ class PlainImpl(AttentionImpl):
             return output.fill_(0)
         starts = attn_metadata.query_start_loc.tolist()
         for row, length in enumerate(attn_metadata.seq_lens.tolist()):
-            own = slice(starts[row], starts[row + 1])
-            output[own] = self._row(query[own], kv_cache, attn_metadata.block_table[row], length)
+            tokens = slice(starts[row], starts[row + 1])
+            output[tokens] = self._row(query[tokens], kv_cache, attn_metadata.block_table[row], length)
         return output
 
     def _row(self, query: torch.Tensor, kv_cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:

@@ -37,10 +37,10 @@ def cpu_gdn_attention_core(
     batch = context.attn_metadata[layer.prefix]
     start, begun = batch.non_spec_query_start_loc.tolist(), batch.has_initial_state
     for row, state in enumerate(batch.non_spec_state_indices_tensor[: len(start) - 1].tolist()):
-        own = slice(start[row], start[row + 1])
-        if own.start < own.stop:
+        tokens = slice(start[row], start[row + 1])
+        if tokens.start < tokens.stop:
             known = begun is None or bool(begun[row])
-            core_attn_out[own] = _row(layer, mixed_qkv[own], b[own], a[own], state, known=known)
+            core_attn_out[tokens] = _row(layer, mixed_qkv[tokens], b[tokens], a[tokens], state, known=known)
 
 
 def _row(

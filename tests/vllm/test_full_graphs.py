@@ -55,11 +55,11 @@ def test_replayed_steps_equal_eager_ones(monkeypatch: pytest.MonkeyPatch, slots:
     with launching(monkeypatch, extra, **few) as llm:
         capture(llm)
         assert recorder.tapes == len(SIZES)
-        found = answers(llm, IDS)
+        graphed = answers(llm, IDS)
         engines.assert_nothing_is_left(llm)
-    assert found == wanted
+    assert graphed == wanted
     assert recorder.plays > 30
-    dense, preempted = (sum(told[name] for _, told in found) for name in ("dense_steps", "preempted"))
+    dense, preempted = (sum(report[name] for _, report in graphed) for name in ("dense_steps", "preempted"))
     assert (dense > 0, preempted > 0) == (slots == 2, blocks == 14)
 
 

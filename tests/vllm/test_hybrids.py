@@ -50,8 +50,8 @@ CACHES = ("qwen3-next", "llama-4")  # vLLM's kernel of Mamba 2 for CPUs keeps no
 @pytest.fixture
 def tiny(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, dict[str, Any]]:
     """Make a tiny model, and the options of its engine."""
-    one = BY_LABEL[label := request.param]
-    model = replace(one, settings={**one.settings, **WIDE, **MODELS[label]}).build()
+    architecture = BY_LABEL[label := request.param]
+    model = replace(architecture, settings={**architecture.settings, **WIDE, **MODELS[label]}).build()
     model.save_pretrained(tmp_path / label)
     return model, {
         "model": str(tmp_path / label), "skip_tokenizer_init": True, "max_model_len": 512, **engines.SMALL_BATCH,
@@ -128,7 +128,7 @@ def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
             parameters = SamplingParams(**engines.GREEDY, max_tokens=40, detokenize=False)
             core.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
         while core.has_unfinished_requests():
-            done |= {int(one.request_id): one for one in core.step() if one.finished}
+            done |= {int(output.request_id): output for output in core.step() if output.finished}
             steps += 1
             if steps in {5, 30}:
                 core.reset_prefix_cache(reset_running_requests=True)
@@ -143,14 +143,14 @@ def test_preempted_and_dense_requests_keep_their_states(tiny: Any):
 
 def errors(model: Any, outputs: list[RequestOutput]) -> torch.Tensor:
     """Return how far each reported log probability is from a model's own, of the same tokens."""
-    found = []
+    distances = []
     for output in outputs:
         start, (answer,) = len(output.prompt_token_ids) - 1, ids_of([output])
         with torch.no_grad():
             log_TV = model(torch.tensor([output.prompt_token_ids + answer])).logits[0].log_softmax(-1)
         for place, told_of in enumerate(output.outputs[0].logprobs, start):
-            found += [abs(one.logprob - float(log_TV[place, token])) for token, one in told_of.items()]
-    return torch.tensor(found)
+            distances += [abs(logprob.logprob - float(log_TV[place, token])) for token, logprob in told_of.items()]
+    return torch.tensor(distances)
 
 
 def test_native_linear_attention_is_as_near_to_float32_as_vllm_s(tmp_path: Path):
@@ -158,10 +158,12 @@ def test_native_linear_attention_is_as_near_to_float32_as_vllm_s(tmp_path: Path)
 
     Every token takes all experts: a turned choice of some would move log probabilities by 1 and more in vLLM alone.
     """
-    one = BY_LABEL["qwen3-next"]
+    architecture = BY_LABEL["qwen3-next"]
     native = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}  # what the kernel takes
     every = {"num_experts": 4, "num_experts_per_tok": 4}
-    replace(one, settings={**one.settings, **WIDE, **native, **every}).build().save_pretrained(tmp_path)
+    replace(architecture, settings={**architecture.settings, **WIDE, **native, **every}).build().save_pretrained(
+        tmp_path
+    )
     options = {
         "model": str(tmp_path), "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 4,
         "max_num_batched_tokens": 320, "dtype": "bfloat16",
@@ -206,14 +208,14 @@ def test_a_trace_knows_the_states(tiny: Any, tmp_path: Path):
     with traced({**SELECTS, "trace": str(tmp_path / "run"), "trace_audit": 4}, **options) as llm:
         core = llm.llm_engine.engine_core.engine_core
         ours = layer_shapes(core.scheduler.kv_cache_config, core.vllm_config)
-        assert engines.planner_of(llm).row_bytes == sum(one.row_bytes for one in ours if one.window is None)
+        assert engines.planner_of(llm).row_bytes == sum(shape.row_bytes for shape in ours if shape.window is None)
         engines.ask(llm, prompts(), detokenize=False)
     theirs = transformers_shapes(model)
-    assert [replace(one, state_bytes=0) for one in ours] == [replace(one, state_bytes=0) for one in theirs]
-    assert [one.state_bytes > 0 for one in ours] == [one.state_bytes > 0 for one in theirs]
+    assert [replace(shape, state_bytes=0) for shape in ours] == [replace(shape, state_bytes=0) for shape in theirs]
+    assert [shape.state_bytes > 0 for shape in ours] == [shape.state_bytes > 0 for shape in theirs]
     trace = Trace.open(tmp_path / "run")
     assert check(trace)["problems"] == []
-    full = {layer for layer, one in enumerate(ours) if one.window is None}
+    full = {layer for layer, shape in enumerate(ours) if shape.window is None}
     assert {row["layer"] for row in trace.table("supports").to_pylist()} == full
 
 

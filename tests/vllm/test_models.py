@@ -19,9 +19,9 @@ LENGTHS = [5, 33, 64, 210, 300, 130, 3]
 
 def wide(name: str) -> Architecture:
     """Return an architecture with heads as wide as vLLM's CPU kernel wants them."""
-    one = next(a for a in (*WORKS, *REFUSED) if a.name == name)
+    architecture = next(a for a in (*WORKS, *REFUSED) if a.name == name)
     tied = {"tie_word_embeddings": True} if "Gemma" in name else {}  # vLLM knows no other
-    return replace(one, settings={"hidden_size": 128, "head_dim": 32, **one.settings, **tied})
+    return replace(architecture, settings={"hidden_size": 128, "head_dim": 32, **architecture.settings, **tied})
 
 
 def tiny(name: str) -> Any:

@@ -31,8 +31,8 @@ def run_apart(extra: dict[str, Any] | None, environment: dict[str, str], **optio
     assert done.returncode == 0, done.stderr[-4000:]
     # what follows is what vLLM says of its processes' end
     line = next(line for line in done.stdout.splitlines() if line.startswith('{"tokens"'))
-    found: dict[str, Any] = json.loads(line)
-    return found
+    report: dict[str, Any] = json.loads(line)
+    return report
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ def wanted() -> Any:
 def test_processes_give_the_same_as_generate(wanted: Any, environment, options):
     """A rank has one of the checkpoint's two KV heads: Eq. 16 looks across both."""
     assert SELECTS.get("selector") is None  # its term over heads is on
-    found = run_apart(SELECTS, APART | environment, **options)
-    assert found["tokens"] == list(wanted.token_ids)
-    assert found["told"]["slow_at"] == list(wanted.slow_at)
-    assert found["told"]["read_ratio"] == pytest.approx(wanted.read_ratio, abs=1e-12)
-    assert set(found["attention"]) == {"SfiCpuImpl"}
+    report = run_apart(SELECTS, APART | environment, **options)
+    assert report["tokens"] == list(wanted.token_ids)
+    assert report["told"]["slow_at"] == list(wanted.slow_at)
+    assert report["told"]["read_ratio"] == pytest.approx(wanted.read_ratio, abs=1e-12)
+    assert set(report["attention"]) == {"SfiCpuImpl"}
 
 
 def test_installed_but_not_configured_it_is_vllm(monkeypatch: pytest.MonkeyPatch):
@@ -65,7 +65,7 @@ def test_installed_but_not_configured_it_is_vllm(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(backend, "Batch", reached)
     with engine() as llm:
-        found = tokens(llm, [EXAMPLE["prompt"]], max_tokens=48)[0]
+        token_ids = tokens(llm, [EXAMPLE["prompt"]], max_tokens=48)[0]
     without = run_apart(None, {"VLLM_PLUGINS": "none"})
     assert without["attention"] == ["CPUAttentionBackendImpl"]
-    assert found == without["tokens"]
+    assert token_ids == without["tokens"]

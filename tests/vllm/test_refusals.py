@@ -26,9 +26,9 @@ def checked(extra: dict[str, Any], **options: Any) -> None:
     transfer = {"kv_connector": "SfiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     arguments = {"dtype": "float32", "kv_transfer_config": transfer} | options
     late = arguments.pop("async_scheduling", False)
-    made = EngineArgs(model=str(BUNDLED), **arguments).create_engine_config()
-    made.scheduler_config.async_scheduling = late  # which vLLM turns off on a CPU
-    settings_of(made)
+    vllm_config = EngineArgs(model=str(BUNDLED), **arguments).create_engine_config()
+    vllm_config.scheduler_config.async_scheduling = late  # which vLLM turns off on a CPU
+    settings_of(vllm_config)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_one_of_several_connectors_is_refused():
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"connectors": [{"kv_connector": "SfiConnector", "kv_role": "kv_both"}]},
     }
-    told = "sfi must be vLLM's only KV connector"
-    with pytest.raises(ConfigError, match=told), engine(None, kv_transfer_config=several):
+    message = "sfi must be vLLM's only KV connector"
+    with pytest.raises(ConfigError, match=message), engine(None, kv_transfer_config=several):
         pass
 
 

@@ -61,12 +61,12 @@ class Client:
         """Read sfi's counters, and how many requests run."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        found = {}
+        counters = {}
         for line in lines:
             name = line.partition("{")[0]
             if name.startswith(("vllm:sfi_", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")):
-                found[name.removeprefix("vllm:")] = float(line.rpartition(" ")[2])
-        return found
+                counters[name.removeprefix("vllm:")] = float(line.rpartition(" ")[2])
+        return counters
 
     def idle(self) -> None:
         """Wait until no request runs; those that clients left end with the next step."""
@@ -84,11 +84,11 @@ class Client:
         """
         for asked in range(1, 100):
             self.complete("The", 1)
-            found = self.counters()
-            if found["sfi_requests_total"] == requests + asked and found["num_requests_running"] < 1:
-                return found
+            counters = self.counters()
+            if counters["sfi_requests_total"] == requests + asked and counters["num_requests_running"] < 1:
+                return counters
             time.sleep(0.5)
-        raise AssertionError(f"{requests} requests must have ended, got {found}")
+        raise AssertionError(f"{requests} requests must have ended, got {counters}")
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def folder(tmp_path_factory):
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[subprocess.Popen]:
     """Start a server, whose log is in the folder; wait until it answers."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     words = [sys.executable, "-m", "sfi_cli", "serve", f"--port={port}", *SETTINGS, *flags]
     paths = os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels", "traces"))
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PYTHONPATH": paths}
@@ -153,11 +153,11 @@ def ours():
 
 def test_the_bundled_example_is_answered_and_reported_as_by_sfi_generate(client, ours):
     answer = client.complete(EXAMPLE["prompt"], 48)
-    told, (same,) = answer["kv_transfer_params"]["sfi"], ours([EXAMPLE["prompt"]], 48)
+    report, (same,) = answer["kv_transfer_params"]["sfi"], ours([EXAMPLE["prompt"]], 48)
     assert answer["choices"][0]["token_ids"] == same.token_ids
-    assert told["slow_at"] == same.slow_at
-    assert told["read_ratio"] == pytest.approx(same.read_ratio, abs=1e-12)
-    assert told["read_ratio"] < 0.2
+    assert report["slow_at"] == same.slow_at
+    assert report["read_ratio"] == pytest.approx(same.read_ratio, abs=1e-12)
+    assert report["read_ratio"] < 0.2
 
 
 def test_streams_and_chats_give_the_same_text(client):
@@ -185,9 +185,9 @@ def test_twenty_clients_at_once_get_the_right_tokens_and_the_counters_add_up(cli
     prompts = [text[200 * n : 200 * n + 300 + 937 * n] for n in range(CLIENTS)]
     before = client.counters()
     with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = list(pool.map(lambda one: client.complete(one, 24), prompts))
+        answers = list(pool.map(lambda prompt: client.complete(prompt, 24), prompts))
     expected = ours(prompts, 24)
-    assert [answer["choices"][0]["token_ids"] for answer in answers] == [one.token_ids for one in expected]
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == [request.token_ids for request in expected]
     after = client.counters()
     assert after["sfi_requests_total"] == before["sfi_requests_total"] + CLIENTS
     assert after["num_requests_running"] == 0
@@ -222,11 +222,11 @@ def test_ctrl_c_ends_the_server_and_its_trace_is_whole(process, client, folder):
     process.send_signal(signal.SIGINT)
     assert process.wait(120) == 0, (folder / "log").read_text()[-3000:]
     trace = Trace.open(Path(folder / "run"))
-    found = check(trace)
-    assert found["problems"] == []
-    assert found["finished"]
-    assert found["steps_checked"]  # each slow step is the planner's rule on the tokens before
-    assert len(found["recorded"]) == ended
-    rows = {table["table"]: table["rows"] for table in found["tables"]}
+    findings = check(trace)
+    assert findings["problems"] == []
+    assert findings["finished"]
+    assert findings["steps_checked"]  # each slow step is the planner's rule on the tokens before
+    assert len(findings["recorded"]) == ended
+    rows = {table["table"]: table["rows"] for table in findings["tables"]}
     assert all(rows[name] for name in ("prompts", "selections", "supports", "timings"))
     assert "Wrote" in (folder / "log").read_text()

@@ -25,8 +25,8 @@ def plain() -> list[int]:
 
 @pytest.fixture(scope="module")
 def llm(plain: list[int]) -> Iterator[LLM]:
-    with engines.engine(engines.SELECTS, **engines.SMALL_BATCH) as made:
-        yield made
+    with engines.engine(engines.SELECTS, **engines.SMALL_BATCH) as engine:
+        yield engine
 
 
 def test_eleven_ragged_prompts(llm: LLM):
@@ -73,14 +73,14 @@ def test_where_numba_does_not_compile_the_engine_goes_on_and_the_log_says_so(
     for loop in ("attention.attend", "selection.select"):
         monkeypatch.setattr(f"sfi_kernels.loops.{loop}", compiled.entry(cannot))
     prompts = [engines.example_ids()[:640], engines.example_ids()[40:90]]
-    found = engines.ask(llm, prompts)
+    outputs = engines.ask(llm, prompts)
     assert caplog.text.count("numba does not compile") == 1
     compiled.Failure.why = "not asked for"
-    engines.assert_same(found, engines.reference(prompts, 40, engines.SELECTS))
+    engines.assert_same(outputs, engines.reference(prompts, 40, engines.SELECTS))
 
 
 def ask_each(llm: LLM, settings: list[dict[str, Any] | None]) -> list[Any]:
-    parameters = [SamplingParams(**engines.GREEDY, max_tokens=60, extra_args=own) for own in settings]
+    parameters = [SamplingParams(**engines.GREEDY, max_tokens=60, extra_args=extra_args) for extra_args in settings]
     prompt = {"prompt_token_ids": engines.example_ids()[PROMPT]}
     return llm.generate([prompt] * len(settings), parameters, use_tqdm=False)
 
@@ -89,7 +89,9 @@ def test_requests_of_one_batch_have_settings_of_their_own(llm: LLM, plain: list[
     given = [None, {"sfi.t_max": 3, "sfi.min_gap": 0}, {"sfi.enabled": 0}, {"sfi.budget": 5}]
     outputs = ask_each(llm, given)
     wanted = [engines.SELECTS, engines.SELECTS | {"t_max": 3, "min_gap": 0}]
-    engines.assert_same(outputs[:2], [engines.reference([engines.example_ids()[PROMPT]], 60, own)[0] for own in wanted])
+    engines.assert_same(
+        outputs[:2], [engines.reference([engines.example_ids()[PROMPT]], 60, settings)[0] for settings in wanted]
+    )
     for output in outputs[2:]:
         assert list(output.outputs[0].token_ids) == plain
         assert engines.told(output)["read_ratio"] == 1
@@ -131,7 +133,7 @@ def test_a_dense_request_reads_no_keys_of_fast_steps(salt: str | None):
 
 def stage(llm: LLM, name: str) -> str:
     """Say how far a request is; vLLM appends to the name that it was given."""
-    tracked = next(one for key, one in engines.planner_of(llm).tracked.items() if key.startswith(name))
+    tracked = next(request for key, request in engines.planner_of(llm).tracked.items() if key.startswith(name))
     if tracked.begun:
         return "decoding" if tracked.state.step > 3 else "begun"
     return "reading" if tracked.blocks else "waiting"
@@ -150,7 +152,7 @@ def test_aborts_at_every_stage_leave_the_others_as_they_were():
             parameters = SamplingParams(**engines.GREEDY, max_tokens=40)
             core.add_request(name, {"prompt_token_ids": prompt}, parameters)
         while core.has_unfinished_requests():
-            done |= {one.request_id: one for one in core.step() if one.finished}
+            done |= {output.request_id: output for output in core.step() if output.finished}
             for name in {"decoding", "reading", "waiting"} - aborted:
                 if stage(llm, name) == name:
                     core.abort_request([name])
@@ -175,7 +177,7 @@ def test_preempted_requests_go_on_where_they_were():
         assert stage(llm, "reading") == "reading"
         core.reset_prefix_cache(reset_running_requests=True)
         while core.has_unfinished_requests():
-            done |= {one.request_id: one for one in core.step() if one.finished}
+            done |= {output.request_id: output for output in core.step() if output.finished}
         resumed, read = engines.told(done["decoding"]), engines.told(done["reading"])
         assert (resumed["preempted"], read["preempted"]) == (1, 1)
         assert (resumed["reasons"]["resumed"], read["reasons"]["first"]) == (1, 2)

@@ -55,15 +55,15 @@ def one(client: Client, number: int) -> str:
 
 def resources(group: int) -> dict[str, int]:
     """Count threads, open files and resident bytes of the processes of a group."""
-    found = {"threads": 0, "files": 0, "bytes": 0}
+    counts = {"threads": 0, "files": 0, "bytes": 0}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             if os.getpgid(int(process.name)) != group:
                 continue
-            found["threads"] += len(list((process / "task").iterdir()))
-            found["files"] += len(list((process / "fd").iterdir()))
-            found["bytes"] += int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return found
+            counts["threads"] += len(list((process / "task").iterdir()))
+            counts["files"] += len(list((process / "fd").iterdir()))
+            counts["bytes"] += int((process / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return counts
 
 
 def test_thousands_of_requests_leave_nothing_behind(tmp_path):

@@ -32,17 +32,17 @@ def test_a_trace_of_everything_that_a_server_meets_is_sound(tmp_path):
     small = {**SMALL_BATCH, "max_model_len": 1024, "num_gpu_blocks_override": 44}
     with traced(extra, **small) as llm:
         outputs = ask(llm, prompts, max_tokens=120)
-        own = ask(llm, prompts[:1], max_tokens=40, extra_args={"sfi.t_max": 3})
-    reports = [told(output) for output in (*outputs, *own)]
+        with_t_max = ask(llm, prompts[:1], max_tokens=40, extra_args={"sfi.t_max": 3})
+    reports = [told(output) for output in (*outputs, *with_t_max)]
     assert sum(report["preempted"] for report in reports) > 0
     assert sum(report["dense_steps"] for report in reports) > 0
     trace = Trace.open(folder)
-    found = check(trace)
-    assert found["problems"] == []
-    assert found["steps_checked"]
-    assert found["finished"]
+    findings = check(trace)
+    assert findings["problems"] == []
+    assert findings["steps_checked"]
+    assert findings["finished"]
     steps = trace.table("steps").to_pylist()
-    for request, (output, report) in enumerate(zip((*outputs, *own), reports, strict=True)):
+    for request, (output, report) in enumerate(zip((*outputs, *with_t_max), reports, strict=True)):
         mine = sorted((s for s in steps if s["request"] == request), key=lambda s: s["step"])
         assert [s["token_id"] for s in mine] == list(output.outputs[0].token_ids)
         assert [s["step"] for s in mine if s["slow"]] == report["slow_at"]

@@ -39,7 +39,7 @@ def second_turn(llm: LLM) -> Any:
 def several_samples(llm: LLM) -> Any:
     parameters = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=30)
     whole = llm.generate([{"prompt_token_ids": engines.example_ids()[:700]}], parameters, use_tqdm=False)
-    return [list(one.token_ids) for one in whole[0].outputs]
+    return [list(sample.token_ids) for sample in whole[0].outputs]
 
 
 def stop_string(llm: LLM) -> Any:
@@ -57,8 +57,8 @@ def structured_output(llm: LLM) -> Any:
 
 
 SCENARIOS: dict[str, Callable[[LLM], Any]] = {
-    one.__name__: one
-    for one in (
+    scenario.__name__: scenario
+    for scenario in (
         eleven,
         short_prompts,
         same_prompt_at_once,
@@ -81,12 +81,12 @@ def plain() -> dict[str, Any]:
 def with_sfi(plain: dict[str, Any]) -> dict[str, Any]:
     """The same with sfi; after each scenario nothing is left of its requests."""
     with engines.engine(engines.HOLDS_ALL, **engines.SMALL_BATCH) as llm:
-        found = {}
+        results = {}
         for name, scenario in SCENARIOS.items():
-            found[name] = scenario(llm)
+            results[name] = scenario(llm)
             engines.assert_nothing_is_left(llm)
-        found["report"] = engines.told(engines.ask(llm, [engines.example_ids()[:640]], max_tokens=60)[0])
-        return found
+        results["report"] = engines.told(engines.ask(llm, [engines.example_ids()[:640]], max_tokens=60)[0])
+        return results
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -108,7 +108,7 @@ def test_preempted_requests_give_vllm_s_own_tokens(plain: dict[str, Any]):
             parameters = SamplingParams(**engines.GREEDY, max_tokens=most)
             core.add_request(str(number), {"prompt_token_ids": prompt}, parameters)
         while core.has_unfinished_requests():
-            done |= {int(one.request_id): one for one in core.step() if one.finished}
+            done |= {int(output.request_id): output for output in core.step() if output.finished}
             steps += 1
             if steps in {9, 30, 60}:
                 core.reset_prefix_cache(reset_running_requests=True)
