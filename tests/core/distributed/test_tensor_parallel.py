@@ -54,9 +54,9 @@ def run_ranks(mode: str, folder: Path, **variables: str) -> list[tuple[int, str,
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    found: Path = tmp_path_factory.mktemp("ranks")
-    tensor_parallel.save_models(found)
-    return found
+    models: Path = tmp_path_factory.mktemp("ranks")
+    tensor_parallel.save_models(models)
+    return models
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +91,15 @@ def others(folder) -> tuple[dict, list[dict]]:
 @pytest.mark.parametrize("name", first(CASES, len(tensor_parallel.WORKS)))
 def test_two_ranks_choose_and_select_what_one_process_does(request, name):
     if name in tensor_parallel.WORKS:
-        one, ranks = request.getfixturevalue("one"), request.getfixturevalue("ranks")
+        cases, ranks = request.getfixturevalue("one"), request.getfixturevalue("ranks")
     else:
-        one, ranks = request.getfixturevalue("others")
+        cases, ranks = request.getfixturevalue("others")
     for rank in ranks:
-        assert rank["cases"][name]["tokens"] == one[name]["tokens"]
-        assert rank["cases"][name]["slow_at"] == one[name]["slow_at"]
+        assert rank["cases"][name]["tokens"] == cases[name]["tokens"]
+        assert rank["cases"][name]["slow_at"] == cases[name]["slow_at"]
     ours, theirs = (rank["cases"][name]["selected"] for rank in ranks)
-    assert ours.keys() == theirs.keys() == one[name]["selected"].keys()
-    for where, index_HK in one[name]["selected"].items():
+    assert ours.keys() == theirs.keys() == cases[name]["selected"].keys()
+    for where, index_HK in cases[name]["selected"].items():
         assert ours[where] + theirs[where] == index_HK, where
 
 
@@ -206,23 +206,23 @@ def test_ranks_write_one_document_and_a_trace_of_all(ended, folder, tmp_path):
     check_joined(Trace.open(folder / "run"), Trace.open(tmp_path / "one"))
 
 
-def check_joined(joined: Trace, one: Trace) -> None:
+def check_joined(joined: Trace, expected: Trace) -> None:
     """The ranks' trace is that of one process: same steps, selections and supports of all heads."""
     assert check(joined)["problems"] == check(joined)["notes"] == []
     heads = [layer["heads"] for layer in joined.manifest["model"]["layers"]]
-    assert heads == [layer["heads"] for layer in one.manifest["model"]["layers"]]
+    assert heads == [layer["heads"] for layer in expected.manifest["model"]["layers"]]
     for name, columns in {
         "prompts": ["request", "position", "token_id"],
         "steps": ["request", "step", "token_id", "slow", "reason", "attended_tokens", "audited"],
         "selections": ["request", "step", "layer", "head", "selected", "added", "removed", "positions"],
         "supports": ["request", "step", "layer", "head", "positions"],
     }.items():
-        assert joined.table(name, columns).equals(one.table(name, columns)), name
+        assert joined.table(name, columns).equals(expected.table(name, columns)), name
     shown = summarize(joined)
-    assert shown["audit"]["heads"][0].keys() == summarize(one)["audit"]["heads"][0].keys()
+    assert shown["audit"]["heads"][0].keys() == summarize(expected)["audit"]["heads"][0].keys()
     both = "SELECT rank, count(*), min(begin_us) >= 0 FROM timings GROUP BY rank ORDER BY rank"
-    (((_, spans, _), *_),) = found = [*Query(joined, both).batches()]
-    assert found == [[(0, spans, True), (1, spans, True)]]
+    (((_, spans, _), *_),) = batches = [*Query(joined, both).batches()]
+    assert batches == [[(0, spans, True), (1, spans, True)]]
     events = json.loads("".join(perfetto_text(joined, lambda done, total: None)))["traceEvents"]
     timed = Counter(event["pid"] for event in events if event["ph"] == "X")
     assert timed == {1: spans + 6, 2: spans}

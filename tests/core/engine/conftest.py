@@ -23,9 +23,9 @@ def models() -> dict:
 
 @pytest.fixture
 def recorder(monkeypatch) -> FakeRecorder:
-    made = FakeRecorder()
-    made.install(monkeypatch)
-    return made
+    recorder = FakeRecorder()
+    recorder.install(monkeypatch)
+    return recorder
 
 
 @pytest.fixture

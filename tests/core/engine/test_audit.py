@@ -107,7 +107,7 @@ def test_a_support_holds_the_most_attended_positions_of_dense_attention(step):
 
 def test_retained_mass_is_that_of_the_positions_the_step_read():
     """At step 1 the cache is still the plain model's: probabilities are those of its own weights."""
-    result, observer = complete(observers=[one := RecordingObserver()], audit=AUDIT), one
+    result, observer = complete(observers=[recording := RecordingObserver()], audit=AUDIT), recording
     seen: list[tuple[bool, float]] = []
     for row, ids in enumerate(ROWS):
         request = result.report.requests[row]
@@ -221,10 +221,10 @@ def test_only_the_chosen_layers_are_audited():
     complete(observers=[observer], audit=audit)
     everything = [event for event in audited()[1].audits if event.layer == 1]
     assert len(observer.audits) == len(everything)
-    for one, all_of_it in zip(observer.audits, everything, strict=True):
-        assert (one.layer, one.heads) == (1, (0, 1))
-        assert torch.equal(one.index_HK, all_of_it.index_HK)
-        assert torch.equal(one.retained_H, all_of_it.retained_H)
+    for event, all_of_it in zip(observer.audits, everything, strict=True):
+        assert (event.layer, event.heads) == (1, (0, 1))
+        assert torch.equal(event.index_HK, all_of_it.index_HK)
+        assert torch.equal(event.retained_H, all_of_it.retained_H)
 
 
 def test_a_layer_left_dense_retains_everything():
@@ -266,7 +266,7 @@ def test_the_divergence_of_two_coins():
 def test_no_divergence_is_negative():
     dense_RV = 3 * torch.randn(256, 96)
     ours_RV = dense_RV + 1e-6 * torch.randn(256, 96)
-    found = compare_logits(ours_RV, dense_RV)
-    assert found["kl_R"].min() == 0
-    assert found["kl_R"].max() < 1e-5
-    assert found["agrees_R"].all()
+    fields = compare_logits(ours_RV, dense_RV)
+    assert fields["kl_R"].min() == 0
+    assert fields["kl_R"].max() < 1e-5
+    assert fields["agrees_R"].all()

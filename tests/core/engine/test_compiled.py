@@ -38,13 +38,13 @@ def both(monkeypatch: pytest.MonkeyPatch, *run, **options) -> list:
 
 
 def assert_same(compiled, plain) -> None:
-    (own, seen), (other, also) = compiled, plain
+    (report, seen), (other, also) = compiled, plain
     for path in ("sparse_attention", "dense_attention"):
-        assert own.paths.get(f"numba.{path}") == other.paths.get(f"torch.{path}")
-    assert own.paths["numba.sparse_attention"]
-    assert own.paths.get("torch.pack") == other.paths.get("torch.pack")
+        assert report.paths.get(f"numba.{path}") == other.paths.get(f"torch.{path}")
+    assert report.paths["numba.sparse_attention"]
+    assert report.paths.get("torch.pack") == other.paths.get("torch.pack")
     assert not any(path.startswith("numba") for path in other.paths)
-    for mine, theirs in zip(own.requests, other.requests, strict=True):
+    for mine, theirs in zip(report.requests, other.requests, strict=True):
         assert mine.token_ids == theirs.token_ids
         assert mine.read_ratio == theirs.read_ratio
         assert mine.selection_ratio == theirs.selection_ratio
@@ -88,9 +88,9 @@ NAMES = (
 def test_the_bundled_model_gives_the_same_tokens(monkeypatch, policy: str, rule: str):
     model, tokenizer = load()
     colors = ("red", "green", "old", "paper", "silver", "heavy")
-    things = ("lantern", "kite", "sword", "carpet", "vase", "bottle", "tent", "book", "doll", "ladder")
+    nouns = ("lantern", "kite", "sword", "carpet", "vase", "bottle", "tent", "book", "doll", "ladder")
     text = " ".join(
-        f"{name} hid a {color} {thing}." for name, color in zip(NAMES, colors, strict=True) for thing in things
+        f"{name} hid a {color} {noun}." for name, color in zip(NAMES, colors, strict=True) for noun in nouns
     )
     rows = [tokenizer(text)["input_ids"]]
     config = CONFIG.replace(sink=4, recent=16, budget=64, trigger_policy=rule, triggers=(".",))
@@ -108,12 +108,12 @@ def test_lossless_drafts_are_full_attentions_tokens(monkeypatch, policy: str):
 
 
 def test_a_position_beyond_the_cache_is_refused():
-    page, one = torch.zeros(1, 1, 8, 8), torch.ones(1, dtype=torch.int32)
+    page, ones = torch.zeros(1, 1, 8, 8), torch.ones(1, dtype=torch.int32)
     position = torch.tensor([[[0, 7]]], dtype=torch.int32)
     with pytest.raises(IndexError, match=r"^a packed position lies beyond the cached tokens$"):
         sparse_attention.numba(
-            torch.zeros(1, 1, 1, 8), page[:, :, :0], page[:, :, :0], 2 * one[None], page, page, 0 * one[None], 3 * one,
-            5 * one, scale=1.0, position_BHS=position,
+            torch.zeros(1, 1, 1, 8), page[:, :, :0], page[:, :, :0], 2 * ones[None], page, page, 0 * ones[None],
+            3 * ones, 5 * ones, scale=1.0, position_BHS=position,
         )  # fmt: skip
 
 

@@ -76,14 +76,14 @@ def test_a_run_goes_on_where_the_folder_is_full_or_damaged(monkeypatch, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, hard))  # the index fits, the code does not
     assert set(files()) == {".nbi"}
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    kept = files()
-    whole = kept[".nbc"].read_bytes()
-    kept[".nbc"].write_bytes(whole[:100])
+    saved = files()
+    whole = saved[".nbc"].read_bytes()
+    saved[".nbc"].write_bytes(whole[:100])
     files()
-    assert kept[".nbc"].stat().st_size == len(whole)
-    kept[".nbi"].write_bytes(b"")
+    assert saved[".nbc"].stat().st_size == len(whole)
+    saved[".nbi"].write_bytes(b"")
     files()
-    assert kept[".nbi"].stat().st_size > 0
+    assert saved[".nbi"].stat().st_size > 0
 
 
 def test_numba_may_be_switched_off_or_broken(monkeypatch):
@@ -129,8 +129,8 @@ def test_a_thread_of_the_pool_leaves_its_maker_s_core():
         with compiled.pool.__wrapped__() as pool:
             return pool.submit(os.sched_getaffinity, 0).result()
 
-    with ThreadPoolExecutor(1) as own:
-        assert own.submit(bound).result() == cores
+    with ThreadPoolExecutor(1) as maker:
+        assert maker.submit(bound).result() == cores
 
 
 def test_an_outer_telling_keeps_its_own():

@@ -31,16 +31,16 @@ def test_each_request_attends_causally_to_its_own_tokens(dtype: torch.dtype, cou
     layer, query = piece(dtype, count)
     out = attend.attend_to_itself(layer, query)
     assert (out.shape, out.dtype) == ((B, H, G, T, D), dtype)
-    for row, own in enumerate(count):
-        assert (out[row, :, :, : T - own] == 0).all()
-        if own:
-            one = slice(row, row + 1)
-            part = query[one, :, :, T - own :], *(x[one, :, T - own :] for x in layer.new)
-            expected, _ = plain_attention(*part, 0.3, visible=causal_mask(own, own))
+    for row, length in enumerate(count):
+        assert (out[row, :, :, : T - length] == 0).all()
+        if length:
+            rows = slice(row, row + 1)
+            part = query[rows, :, :, T - length :], *(x[rows, :, T - length :] for x in layer.new)
+            expected, _ = plain_attention(*part, 0.3, visible=causal_mask(length, length))
             atol, _ = error_bound(*part, 0.3)
             eps = torch.finfo(dtype).eps
-            got = out[one, :, :, T - own :].double()
-            torch.testing.assert_close(got, expected, rtol=2 * eps, atol=2 * atol)
+            ours = out[rows, :, :, T - length :].double()
+            torch.testing.assert_close(ours, expected, rtol=2 * eps, atol=2 * atol)
 
 
 @pytest.mark.parametrize(("chunk", "fused", "kernel"), first([(0, 3, 0), (40, 1, 3)]))

@@ -28,9 +28,9 @@ def test_a_policy_sees_its_request_s_tokens_and_none_behind_them(complete, monke
     (_, among), (_, alone) = (
         complete(how, prompts=some, **options) for how, some in ((True, PROMPTS[:2]), (False, PROMPTS[1:2]))
     )
-    kept = {key[:2]: heads for key, heads in told(among)[2].items() if key[2] == 1}
-    assert kept == {key[:2]: heads for key, heads in told(alone)[2].items()}
-    assert len(kept) > 2  # there is a slow step after the prompt's
+    chosen = {key[:2]: heads for key, heads in told(among)[2].items() if key[2] == 1}
+    assert chosen == {key[:2]: heads for key, heads in told(alone)[2].items()}
+    assert len(chosen) > 2  # there is a slow step after the prompt's
 
 
 @pytest.mark.parametrize("policy", ["full-kv", "streaming-llm", "snapkv", "prior-only"])
@@ -87,7 +87,7 @@ def test_the_choice_of_a_step_can_be_replayed(complete, recorder, monkeypatch):
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"policy": "codescan", "max_new_tokens": 6, "prompts": [PROMPTS[0], PROMPTS[2][:5]], "name": "small"}
     config = CONFIG.replace(budget=2, recent=3)
-    eager, graphed = (complete(one, config=config, **options) for one in (False, True))
+    eager, graphed = (complete(graphs, config=config, **options) for graphs in (False, True))
     assert graphed[0].paths["graph.replay"] == 5
     same(graphed, eager)
     assert recorder.tapes == 1

@@ -51,15 +51,15 @@ def test_every_setting_can_be_replayed(complete, change):
 
 @pytest.fixture
 def runs(monkeypatch):
-    found = []
+    runs = []
 
     class Kept(Drafts):
         def __post_init__(self) -> None:
             Drafts.__post_init__(self)
-            found.append(self.run)
+            runs.append(self.run)
 
     monkeypatch.setattr(loop, "Drafts", Kept)
-    return found
+    return runs
 
 
 LOSSLESS = {
@@ -81,7 +81,7 @@ def test_the_passes_of_a_lossless_run_are_replayed(complete, recorder, monkeypat
     config = CONFIG.replace(budget=3, recent=3, draft=draft, baseline={"page": 4})
     monkeypatch.setattr(codescan, "RELEARN", 3)
     options = {"config": config, "policy": "sfi", **LOSSLESS[case]}
-    (eager, expected), (graphed, heard) = (complete(one, lossless=True, **options) for one in (False, True))
+    (eager, expected), (graphed, heard) = (complete(graphs, lossless=True, **options) for graphs in (False, True))
     full, _ = complete(False, **{**options, "policy": "full-kv"})
     for report in (eager, graphed):
         assert [r.token_ids for r in report.requests] == [r.token_ids for r in full.requests]
@@ -129,7 +129,7 @@ def test_a_request_that_stopped_runs_one_step_too_many_and_nobody_notes_it(compl
     options = {"config": DELAYED, "prompts": PROMPTS[1:], "max_new_tokens": 9}
     free, _ = complete(False, **options)
     stops = [request.token_ids[at] for request, at in zip(free.requests[:2], (3, 5), strict=True)]
-    eager, graphed = (complete(one, stop_token_ids=stops, **options) for one in (False, True))
+    eager, graphed = (complete(graphs, stop_token_ids=stops, **options) for graphs in (False, True))
     assert graphed[0].paths["graph.ahead"] > 0
     same(graphed, eager)
     assert len({len(request.token_ids) for request in graphed[0].requests}) > 1

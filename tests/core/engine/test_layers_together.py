@@ -27,9 +27,9 @@ CONFIG = OTHER.replace(span=2)
 
 def chosen(seen: RecordingObserver):
     """Return the positions and diagnostics of each selection, by step, layer and request."""
-    found = {(e.step, e.layer, e.request): (e.index_HK.tolist(), e.diagnostics) for e in seen.selections}
-    assert len(found) == len(seen.selections)
-    return found
+    choices = {(e.step, e.layer, e.request): (e.index_HK.tolist(), e.diagnostics) for e in seen.selections}
+    assert len(choices) == len(seen.selections)
+    return choices
 
 
 def steps(seen: RecordingObserver):
@@ -63,13 +63,13 @@ def complete(model, monkeypatch):
 def test_layers_together_choose_what_each_chooses_alone(complete, policy, change):
     options = {"policy": policy, "config": CONFIG.replace(**change)}
     alone, paths, ones = complete(enough=1, **options)
-    own, own_paths, together = complete(**options)
+    heard, own_paths, together = complete(**options)
     assert set(ones) == {1}
     assert set(together) == {LAYERS - len(CONFIG.dense_layers)}
     assert sum(together) == len(ones)
     assert own_paths == paths
-    assert steps(own) == steps(alone)
-    ours, theirs = chosen(own), chosen(alone)
+    assert steps(heard) == steps(alone)
+    ours, theirs = chosen(heard), chosen(alone)
     assert ours.keys() == theirs.keys()
     for at, (index, diagnostics) in ours.items():
         assert index == theirs[at][0]
@@ -129,11 +129,11 @@ POLICY = SFI(PLAIN, Trigger(frozenset({1}), PLAIN))
 
 
 def requests(*modes: int, length: int = 30) -> Requests:
-    own = [
+    rows = [
         StepRequest(mode=mode, length=length, recent_start=20, packed=4, sink=2, count=int(mode != IDLE))
         for mode in modes
     ]
-    return Requests(own, None)
+    return Requests(rows, None)
 
 
 @pytest.fixture
@@ -155,8 +155,8 @@ def test_every_step_is_written_to_one_buffer_with_padded_lists(buffers):
 
 @pytest.mark.parametrize(("drafted", "queries"), [(0, 1), (1, 2), (3, 5), (4, 5), (5, 6)])
 def test_a_verification_is_as_long_as_the_next_power_of_two(buffers, drafted, queries):
-    own = StepRequest(mode=SLOW, length=30, recent_start=20, packed=4, sink=2, count=1 + drafted)
-    step, _ = buffers.describe(Requests([own, *requests(FAST, IDLE).requests], None))
+    verification = StepRequest(mode=SLOW, length=30, recent_start=20, packed=4, sink=2, count=1 + drafted)
+    step, _ = buffers.describe(Requests([verification, *requests(FAST, IDLE).requests], None))
     assert (step.queries, buffers.kind) == (queries, (queries, 1, False))
     assert step.append_count_B.tolist() == [1 + drafted, 1, 0]
 

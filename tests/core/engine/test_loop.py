@@ -196,9 +196,9 @@ def test_a_tied_embedding_is_read_by_the_head():
 @pytest.mark.parametrize("label", ["qwen3", "gpt-2"])
 def test_of_an_embedding_of_its_own_only_a_row_is_read(label):
     model = tiny(label)
-    found = description(model)
+    facts = description(model)
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
-    assert found["weight_bytes"] == weight_bytes(model) - found["embedding_bytes"]
+    assert facts["weight_bytes"] == weight_bytes(model) - facts["embedding_bytes"]
 
 
 def test_of_a_mixture_only_the_active_experts_are_read():
@@ -207,5 +207,5 @@ def test_of_a_mixture_only_the_active_experts_are_read():
     experts = sum(p.numel() * p.itemsize for name, p in model.named_parameters() if ".experts." in name)
     assert experts > 0
     idle = experts * (1 - config.num_experts_per_tok / config.num_experts)
-    found = description(model)
-    assert found["weight_bytes"] == weight_bytes(model) - found["embedding_bytes"] - round(idle)
+    facts = description(model)
+    assert facts["weight_bytes"] == weight_bytes(model) - facts["embedding_bytes"] - round(idle)

@@ -41,7 +41,7 @@ def share(cost):
 
 def cycle(rate, cost, k):
     """Expected tokens over costs, by the chance of every outcome."""
-    outcomes = [(rate**kept * (1 - rate), kept + 1) for kept in range(k)] + [(rate**k, k + 1)]
+    outcomes = [(rate**accepted * (1 - rate), accepted + 1) for accepted in range(k)] + [(rate**k, k + 1)]
     assert sum(chance for chance, _ in outcomes) == pytest.approx(1)
     return sum(chance * tokens for chance, tokens in outcomes) / (k * cost + 1)
 
@@ -69,7 +69,7 @@ def test_what_choosing_reads_makes_drafts_shorter():
     state = RequestState(length=1000, tokens=[1], packed_tokens=40, recent_start=1000)
     state.tally.count_verification(16, 12)
     rule = DraftRule(config=DraftConfig(), stop_ids=frozenset(), cost=lambda length, read: share(read / length))
-    assert replace(rule, selecting=lambda one: one.length / 2).limit(state) < rule.limit(state)
+    assert replace(rule, selecting=lambda request: request.length / 2).limit(state) < rule.limit(state)
 
 
 def test_on_a_gpu_launches_and_tiles_of_queries_shorten_drafts():

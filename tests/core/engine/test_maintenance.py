@@ -64,17 +64,17 @@ def references(monkeypatch):
 
 @pytest.fixture
 def in_order(references, complete):
-    found = complete(SideStream())
-    slow = [(step, request) for step, request, _, reason, _ in found[0] if reason and step]
+    outcome = complete(SideStream())
+    slow = [(step, request) for step, request, _, reason, _ in outcome[0] if reason and step]
     assert len(slow) > len({step for step, _ in slow}) > 1, "several requests share a slow step"
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize("side", first([Lazy, *(lambda seed=seed: AnyTime(seed) for seed in range(2))]))
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(complete, in_order, side):
-    made = side()
-    assert complete(made) == in_order
-    assert made.most > 1, "jobs were late"
+    stream = side()
+    assert complete(stream) == in_order
+    assert stream.most > 1, "jobs were late"
 
 
 def test_without_overlap_nothing_is_late(complete, in_order):

@@ -110,7 +110,7 @@ TIERS = {
 def test_two_tiers_change_no_token_however_often_they_are_run(policy: str):
     """Appends, dense reads and recalls over pinned memory, within graphs and without."""
     longer = 3 if policy == "codescan" else 1  # its codes and queries take much of such small a cache
-    prompts = [longer * one for one in PROMPTS]
+    prompts = [longer * prompt for prompt in PROMPTS]
     options = {"policy": policy, "config": CONFIG.replace(**TIERS[policy]), "prompts": prompts}
     expected = tokens(complete(PLAIN, **options))
     for _ in range(5):

@@ -36,19 +36,19 @@ class Driven:
 
     def go(self, *passes: RequestPass) -> list[torch.Tensor]:
         """Run a pass and note its tokens; return what each request read, [H, G, count, D]."""
-        T = max(one.count for one in passes)
+        T = max(request_pass.count for request_pass in passes)
         key, value, query = (torch.zeros(len(passes), H, G, T, D) for _ in range(3))
-        for row, one in enumerate(passes):
+        for row, request_pass in enumerate(passes):
             start = self.run.requests[row].length
-            own = self.data[row][:, :, :, start : start + one.count]
-            for target, drawn in zip((key, value, query), own, strict=True):
-                target[row, :, :, T - one.count :] = drawn
+            tensors = self.data[row][:, :, :, start : start + request_pass.count]
+            for target, drawn in zip((key, value, query), tensors, strict=True):
+                target[row, :, :, T - request_pass.count :] = drawn
         self.run.begin(passes)
         self.run.append(0, key[:, :, 0], value[:, :, 0])
         out = attend(self.run, 0, query, scale=D**-0.5)
         self.run.maintenance.join()
         self.run.record([5] * len(passes))
-        return [out[row, :, :, T - one.count :] for row, one in enumerate(passes)]
+        return [out[row, :, :, T - request_pass.count :] for row, request_pass in enumerate(passes)]
 
     def packed(self, row: int) -> list[list[int]]:
         return self.run.segment(0).position_BHS[row].tolist()
@@ -74,9 +74,9 @@ def test_each_request_of_a_pass_does_what_it_does_alone(backend: str):
     alone = [Driven(request, backend=backend) for request in range(3)]
     for passes in PASSES:
         read = together.go(*passes)
-        for row, (driven, one) in enumerate(zip(alone, passes, strict=True)):
-            if one.count:
-                torch.testing.assert_close(read[row], driven.go(one)[0], rtol=1e-5, atol=1e-6)
+        for row, (driven, request_pass) in enumerate(zip(alone, passes, strict=True)):
+            if request_pass.count:
+                torch.testing.assert_close(read[row], driven.go(request_pass)[0], rtol=1e-5, atol=1e-6)
                 assert together.packed(row) == driven.packed(0)
     for row, driven in enumerate(alone):
         ours, theirs = together.run.requests[row], driven.run.requests[0]
@@ -120,7 +120,12 @@ def test_prompts_are_read_to_one_end_and_while_none_decodes(passes: tuple[Reques
 def test_a_pass_says_what_it_is():
     assert prompt(3).kind == PROMPT
     assert prompt(0) == REST
-    assert [one.generates for one in (REST, prompt(3, ends=False), prompt(3), FAST_STEP)] == [False, False, True, True]
+    assert [request_pass.generates for request_pass in (REST, prompt(3, ends=False), prompt(3), FAST_STEP)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 LONG, BLOCK = 60, [5, 9, 7]
@@ -130,10 +135,10 @@ LONG, BLOCK = 60, [5, 9, 7]
 def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, int]:
     """Return the first layer's evidence of a pass of tokens behind verified ones, and the tokens before it."""
     config = SfiConfig(trigger_token_ids=(1,), budget=8, recent=8, sink=2)
-    found: list[torch.Tensor] = []
+    evidence: list[torch.Tensor] = []
 
     def select_after(context):
-        found.append(context.logits())
+        evidence.append(context.logits())
 
     torch.manual_seed(0)
     model = tiny_qwen3()
@@ -147,13 +152,13 @@ def evidence_of(tokens: list[int], verified: list[int]) -> tuple[torch.Tensor, i
         for block in (verified, tokens):
             if not block:
                 continue
-            found.clear()
+            evidence.clear()
             start = run.requests[0].length
             run.begin([RequestPass.decode("limit", len(block))])
             decoder.cache.see(start)
             decoder.drafting().planned_pass(run, block, range(start, start + len(block)))
             run.recorded = True
-    return found[0][0], LONG + len(verified)
+    return evidence[0][0], LONG + len(verified)
 
 
 def test_the_evidence_is_that_of_the_last_query():

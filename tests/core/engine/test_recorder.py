@@ -49,10 +49,10 @@ class Watchful(TorchDispatchMode):
 
 @pytest.fixture
 def modes(monkeypatch) -> list:
-    found = [0]
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: found[-1])
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", found.append)
-    return found
+    modes = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    return modes
 
 
 class Looks(torch.nn.Module):
@@ -86,12 +86,12 @@ def test_another_error_stays_as_it_is(modes):
 def captures(monkeypatch, modes) -> list[bool]:
     """Stand for captures; list whether the collector was on within each."""
     Device().install(monkeypatch)
-    found: list[bool] = []
+    collecting: list[bool] = []
 
     @contextmanager
     def capture(*_, **__):
         yield
-        found.append(gc.isenabled())
+        collecting.append(gc.isenabled())
 
     class Graph:
         def replay(self) -> None:
@@ -100,7 +100,7 @@ def captures(monkeypatch, modes) -> list[bool]:
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    return found
+    return collecting
 
 
 class Knot:
@@ -201,10 +201,10 @@ def model():
 
 @pytest.fixture
 def recorder(monkeypatch) -> FakeRecorder:
-    made = FakeRecorder()
-    made.install(monkeypatch)
+    recorder = FakeRecorder()
+    recorder.install(monkeypatch)
     use_tensors(monkeypatch)
-    return made
+    return recorder
 
 
 @pytest.fixture

@@ -38,9 +38,9 @@ def shared(tiny_model):
 @pytest.mark.parametrize("policy", first(POLICIES, 4))
 def test_every_policy_runs_as_if_it_had_read_the_prompt(tiny_model, shared, policy: str):
     """Twice, so that a run that spoils the prompt for the next would show."""
-    own = complete(tiny_model, policy, engine=EngineOptions(prefill_chunk=16)).report.requests
+    expected = complete(tiny_model, policy, engine=EngineOptions(prefill_chunk=16)).report.requests
     for _ in range(2):
-        assert complete(tiny_model, policy, shared).report.requests == own
+        assert complete(tiny_model, policy, shared).report.requests == expected
 
 
 def test_the_observers_and_the_audit_see_the_same_run(tiny_model, shared):
@@ -50,10 +50,10 @@ def test_the_observers_and_the_audit_see_the_same_run(tiny_model, shared):
         complete(tiny_model, "sfi", begin, observers=[observer], audit=AuditConfig(every=1, top=8))
         assert [event.step for event in observer.audits][:1] == [0]
         seen.append(observer)
-    one, other = seen
-    assert [event.token_id for event in one.steps] == [event.token_id for event in other.steps]
-    assert len(one.audits) == len(other.audits)
-    pairs = zip([*one.audits, *one.selections], [*other.audits, *other.selections], strict=True)
+    plain, other = seen
+    assert [event.token_id for event in plain.steps] == [event.token_id for event in other.steps]
+    assert len(plain.audits) == len(other.audits)
+    pairs = zip([*plain.audits, *plain.selections], [*other.audits, *other.selections], strict=True)
     assert all(torch.equal(left.index_HK, right.index_HK) for left, right in pairs)
 
 
@@ -63,14 +63,14 @@ def test_sliding_layers_states_soft_caps_sinks_and_latents_come_along(label: str
     rows = [list(range(5, 45)), list(range(9))]
     prompt = read_prompt(model, None, rows, capacity=40 + NEW)
     for policy in ("sfi", "snapkv"):
-        own = complete(model, policy, prompts=rows).report.requests
-        assert complete(model, policy, prompt, prompts=rows).report.requests == own
+        expected = complete(model, policy, prompts=rows).report.requests
+        assert complete(model, policy, prompt, prompts=rows).report.requests == expected
 
 
 @pytest.mark.parametrize("options", [{"page_size": 16}, {"engine": EngineOptions(kv_dtype="float16")}])
 def test_a_run_has_its_own_pages_and_dtype(tiny_model, shared, options):
-    own = complete(tiny_model, "sfi", **options).report.requests
-    assert complete(tiny_model, "sfi", shared, **options).report.requests == own
+    expected = complete(tiny_model, "sfi", **options).report.requests
+    assert complete(tiny_model, "sfi", shared, **options).report.requests == expected
 
 
 def test_the_time_of_the_dense_pass_counts(tiny_model, shared):
@@ -96,6 +96,6 @@ def test_queries_that_were_not_kept_are_missed(tiny_model):
     short = read_prompt(tiny_model, None, PROMPTS, capacity=CAPACITY, window=3)
     with pytest.raises(ConfigError, match="window must keep 4 queries of the prompt, got 3"):
         complete(tiny_model, "sfi", short)
-    own = complete(tiny_model, "snapkv", config=CONFIG.replace(window_prefill=3)).report.requests
+    expected = complete(tiny_model, "snapkv", config=CONFIG.replace(window_prefill=3)).report.requests
     config = CONFIG.replace(window_prefill=3)
-    assert complete(tiny_model, "snapkv", short, config=config).report.requests == own
+    assert complete(tiny_model, "snapkv", short, config=config).report.requests == expected

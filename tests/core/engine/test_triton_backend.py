@@ -38,8 +38,8 @@ def model():
 
 def complete(backend: str, prompts: list[list[int]] = PROMPTS, **options):
     options = {"config": CONFIG, "max_new_tokens": NEW, "stop_token_ids": (), **options}
-    own = {name: options.pop(name) for name in ("prefill_chunk", "graphs") if name in options}
-    engine = EngineOptions(backend=backend, **own)
+    settings = {name: options.pop(name) for name in ("prefill_chunk", "graphs") if name in options}
+    engine = EngineOptions(backend=backend, **settings)
     return sfi_core.generate(options.pop("model", model()), None, prompts, engine=engine, **options)
 
 
@@ -132,7 +132,7 @@ def test_transformers_own_loop_runs_on_the_kernels():
 def test_a_step_of_codescan_launches_five_kernels_a_layer(rows: int):
     """Whatever the batch: three that choose, of which the first appends, the attention and its join."""
     prompt, whole = (
-        Counter({one.name: one.launches for one in result.report.kernels})
+        Counter({kernel.name: kernel.launches for kernel in result.report.kernels})
         for result in (complete("triton", PROMPTS[:rows], policy="codescan", max_new_tokens=n) for n in (1, 3))
     )
     steps, layers = 2, 2

@@ -39,25 +39,25 @@ def run(backend: str, way: str, **options):
 
 def chosen(observer: RecordingObserver) -> dict:
     """Return the positions of the heads that have selected, by request, step, layer and reason."""
-    made = {}
+    selected = {}
     for event in observer.selections:
         heads = range(len(event.index_HK)) if event.heads_H is None else event.heads_H.nonzero()
-        own = positions(event.index_HK)
+        sets = positions(event.index_HK)
         key = (event.request, event.step, event.layer, event.reason)
-        made[key] = {int(head): own[int(head)] for head in heads if own[int(head)]}
-    return {key: heads for key, heads in made.items() if heads}
+        selected[key] = {int(head): sets[int(head)] for head in heads if sets[int(head)]}
+    return {key: heads for key, heads in selected.items() if heads}
 
 
 @pytest.mark.parametrize("way", [case(way, kept=way in KEPT) for way in WAYS])
 def test_the_kernels_choose_read_and_say_what_the_references_do(way: str):
     """A ragged batch; one prompt is shorter than sink and recent window together."""
-    (theirs, told), (ours, said) = (run(backend, way) for backend in ("torch", "triton"))
+    (theirs, heard), (ours, said) = (run(backend, way) for backend in ("torch", "triton"))
     assert (theirs.backend, ours.backend) == ("torch", "triton")
     assert [r.token_ids for r in ours.requests] == [r.token_ids for r in theirs.requests]
     for mine, other in zip(ours.requests, theirs.requests, strict=True):
         assert mine.read_ratio == pytest.approx(other.read_ratio)
         assert mine.slow_at == other.slow_at
-    assert chosen(said) == chosen(told)
+    assert chosen(said) == chosen(heard)
 
 
 @pytest.mark.parametrize("way", [case("synckv"), case("freekv"), case("synckv sparse")])

@@ -73,9 +73,9 @@ def test_a_sampling_and_a_seed_for_each_prompt_give_what_each_gives_alone(model,
 
 def test_each_completion_is_told_once_as_it_ends(model, expected):
     ended = []
-    result = run(model, max_new_tokens=[4, 2, 3], max_batch=2, on_end=lambda *one: ended.append(one))
+    result = run(model, max_new_tokens=[4, 2, 3], max_batch=2, on_end=lambda *completion: ended.append(completion))
     assert [request for request, _, _ in ended] == [1, 0, 2]
-    assert [report.token_ids for _, report, _ in sorted(ended, key=lambda one: one[0])] == tokens(result)
+    assert [report.token_ids for _, report, _ in sorted(ended, key=lambda completion: completion[0])] == tokens(result)
     assert {report.finish_reason for _, report, _ in ended} == {"length"}
 
 
@@ -144,16 +144,16 @@ def test_nan_that_attention_makes_of_a_prompt_is_named(model, monkeypatch):
 
     monkeypatch.setattr("sfi_core.engine.layer.dense_attention", SimpleNamespace(on=lambda _: broken))
     model = deepcopy(model).bfloat16()
-    told = (
+    message = (
         "attention of a prompt must be finite, got NaN or infinity in bfloat16 in layer 0, of finite queries, keys "
         "and values; load the model in float32 (sfi doctor tries the dtypes)"
     )
     result = run(model)
     assert isinstance(result.error, NumericsError)
-    assert str(result.error) == told
+    assert str(result.error) == message
     with slow_fast(model, None, SMALL), pytest.raises(NumericsError) as caught:
         model.generate(torch.tensor([ROWS[0]]), max_new_tokens=2)
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 def test_nan_of_the_model_is_not_called_attention_s(model):
@@ -241,8 +241,8 @@ def test_prompt_that_cannot_be_read_is_refused(model, rows, message):
 def test_one_prompt_without_a_list_around_it_is_one_prompt(model, prompts):
     tokenizer = build_tokenizer(280)
     ids = tokenizer("zx")["input_ids"] if isinstance(prompts, str) else [72, 105]
-    found = generate(model, tokenizer, prompts, SMALL, max_new_tokens=3)
-    assert tokens(found) == tokens(run(model, [ids], max_new_tokens=3))
+    result = generate(model, tokenizer, prompts, SMALL, max_new_tokens=3)
+    assert tokens(result) == tokens(run(model, [ids], max_new_tokens=3))
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,9 @@ def test_one_token_prompt_runs_alone_and_beside_the_longest_that_fits(model):
 
 
 def test_progress_of_the_prompt_comes_piece_by_piece(model):
-    told, pieces = [], EngineOptions(prefill_chunk=16)
-    run(model, engine=pieces, on_prefill=lambda *progress: told.append(progress))
-    assert told == [(16, 37), (32, 37), (37, 37)]
+    calls, pieces = [], EngineOptions(prefill_chunk=16)
+    run(model, engine=pieces, on_prefill=lambda *progress: calls.append(progress))
+    assert calls == [(16, 37), (32, 37), (37, 37)]
 
 
 def test_repetition_penalty_of_a_row_does_not_see_its_padding(model):

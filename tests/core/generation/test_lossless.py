@@ -69,8 +69,8 @@ def test_tokens_are_those_of_full_attention(label, way):
     result = run(label, ROWS, policy=policy, draft=draft, sampling=SAMPLINGS[sampling], seed=5)
     assert tokens(result) == full(label, sampling)
     counts = [request.lossless for request in result.report.requests]
-    assert all(one.drafted >= one.tested >= one.accepted for one in counts)
-    assert sum(one.accepted for one in counts) > 0
+    assert all(count.drafted >= count.tested >= count.accepted for count in counts)
+    assert sum(count.accepted for count in counts) > 0
 
 
 @pytest.mark.parametrize("drafter", ["random", "wrong", "right"])
@@ -93,22 +93,22 @@ def test_an_adversarial_drafter_changes_no_token(drafter, monkeypatch):
     monkeypatch.setattr(Drafts, "record", told)
     result = run("qwen3", ROWS, draft="4")
     assert tokens(result) == wanted
-    kept = [one.lossless.accepted / one.lossless.drafted for one in result.report.requests]
+    shares = [request.lossless.accepted / request.lossless.drafted for request in result.report.requests]
     least, most = {"random": (0, 0.1), "wrong": (0, 0.01), "right": (1, 1)}[drafter]
-    assert least <= min(kept) <= max(kept) <= most
+    assert least <= min(shares) <= max(shares) <= most
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    found = []
+    runs = []
 
     class Kept(Drafts):
         def __post_init__(self):
             Drafts.__post_init__(self)
-            found.append(self.run)
+            runs.append(self.run)
 
     monkeypatch.setattr(loop, "Drafts", Kept)
-    return found
+    return runs
 
 
 def cached(run, row):
@@ -126,8 +126,8 @@ def test_the_cache_is_full_attentions(runs):
     run("qwen3", ROWS, config=SMALL.replace(trigger_policy="always"))
     ours, dense = runs
     for row in range(len(ROWS)):
-        for one, other in zip(cached(ours, row), cached(dense, row), strict=True):
-            torch.testing.assert_close(one[:, :, : other.shape[2]], other, rtol=0, atol=1e-4)
+        for mine, other in zip(cached(ours, row), cached(dense, row), strict=True):
+            torch.testing.assert_close(mine[:, :, : other.shape[2]], other, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("label", first(["qwen3", "gpt-oss"]))
@@ -136,13 +136,13 @@ def test_company_changes_neither_tokens_nor_what_is_accepted(label):
     options = [{"max_batch": 1, "engine": EngineOptions(prefill_chunk=5)}]
     if label == "qwen3":
         engines = EngineOptions(prefill_chunk=7), EngineOptions(overlap=False, graphs=False)
-        options += [{"max_batch": 2, "page_size": 16}, *({"engine": one} for one in engines)]
+        options += [{"max_batch": 2, "page_size": 16}, *({"engine": engine} for engine in engines)]
     for way in options:
         together = run(label, ROWS, draft="4", **way).report.requests
-        assert [one.token_ids for one in together] == [one.token_ids for one in alone]
-        assert [one.lossless for one in together] == [one.lossless for one in alone]
+        assert [request.token_ids for request in together] == [request.token_ids for request in alone]
+        assert [request.lossless for request in together] == [request.lossless for request in alone]
     backwards = run(label, ROWS[::-1], draft="4").report.requests
-    assert [one.lossless for one in backwards[::-1]] == [one.lossless for one in alone]
+    assert [request.lossless for request in backwards[::-1]] == [request.lossless for request in alone]
 
 
 def test_stop_tokens_and_limits_end_a_request_within_a_block():
@@ -249,34 +249,34 @@ def test_observers_are_told_of_every_token_and_change_none():
     result, seen = told()
     assert tokens(result) == full("qwen3")
     for request, report in enumerate(result.report.requests):
-        steps = [one for one in seen.steps if one.request == request]
-        checks = [one for one in seen.verifications if one.request == request]
-        assert [one.token_id for one in steps] == report.token_ids
-        assert [one.step for one in steps] == list(range(STEPS))
-        assert 1 + sum(one.accepted + 1 for one in checks) == STEPS
-        assert sum(one.drafted for one in steps) == sum(one.accepted for one in checks)
-        assert [one.step for one in steps if one.slow][1:] == [one.step for one in checks]
-        bases = [one.base for one in checks]
-        assert bases == [steps[one.step - one.accepted - 1].position + 1 for one in checks]
-        read = sum(one.attended_tokens for one in checks)
-        context = sum(one.context_tokens for one in steps[1:])
+        steps = [event for event in seen.steps if event.request == request]
+        checks = [check for check in seen.verifications if check.request == request]
+        assert [event.token_id for event in steps] == report.token_ids
+        assert [event.step for event in steps] == list(range(STEPS))
+        assert 1 + sum(check.accepted + 1 for check in checks) == STEPS
+        assert sum(event.drafted for event in steps) == sum(check.accepted for check in checks)
+        assert [event.step for event in steps if event.slow][1:] == [check.step for check in checks]
+        bases = [check.base for check in checks]
+        assert bases == [steps[check.step - check.accepted - 1].position + 1 for check in checks]
+        read = sum(check.attended_tokens for check in checks)
+        context = sum(event.context_tokens for event in steps[1:])
         assert report.read_ratio == pytest.approx(read / context)
-        for one in checks:
-            rejected = steps[one.step].draft_token_id not in (None, steps[one.step].token_id)
-            assert rejected == (one.accepted < one.drafted)
+        for check in checks:
+            rejected = steps[check.step].draft_token_id not in (None, steps[check.step].token_id)
+            assert rejected == (check.accepted < check.drafted)
 
 
 def test_what_a_rejected_token_selected_is_never_read():
     result, seen = told()
     for request, report in enumerate(result.report.requests):
-        checks = [one for one in seen.verifications if one.request == request]
-        fell = [one for one in checks if one.accepted < one.drafted]
+        checks = [check for check in seen.verifications if check.request == request]
+        fell = [check for check in checks if check.accepted < check.drafted]
         assert fell, "something was rejected"
-        assert all(one.evidence_position is None for one in fell)
-        after = [then.reason for one, then in pairwise(checks) if one in fell]
+        assert all(check.evidence_position is None for check in fell)
+        after = [then.reason for check, then in pairwise(checks) if check in fell]
         assert set(after) == {"rejected"}
-        selected = {one.step for one in seen.selections if one.request == request}
-        assert selected == {0, *(one.step for one in checks if one not in fell)}
+        selected = {event.step for event in seen.selections if event.request == request}
+        assert selected == {0, *(check.step for check in checks if check not in fell)}
         assert report.reasons["rejected"] == len(after)
 
 
@@ -285,13 +285,13 @@ def test_what_kept_steps_selected_is_told_at_their_own_steps(policy):
     """Each fast step selects for itself, and a verification for nobody."""
     seen = RecordingObserver()
     result = run("qwen3", ROWS, policy=policy, draft="4", observers=[seen])
-    told = [(one.request, one.step, one.layer) for one in seen.selections if one.step]
-    drafted = [(one.request, one.step) for one in seen.steps if one.drafted]
-    assert len(told) == len(set(told))
-    assert {one[:2] for one in told} == set(drafted)
-    fell = sum(one.lossless.drafted - one.lossless.accepted for one in result.report.requests)
+    selected = [(event.request, event.step, event.layer) for event in seen.selections if event.step]
+    drafted = [(event.request, event.step) for event in seen.steps if event.drafted]
+    assert len(selected) == len(set(selected))
+    assert {at[:2] for at in selected} == set(drafted)
+    fell = sum(request.lossless.drafted - request.lossless.accepted for request in result.report.requests)
     assert fell
-    assert all(one.evidence_position is None for one in seen.verifications)
+    assert all(check.evidence_position is None for check in seen.verifications)
 
 
 @pytest.mark.exhaustive
@@ -351,6 +351,6 @@ def test_no_token_is_told_apart_from_every_token():
     """What each prompt is told, without `None`, is its output, whatever the padding token is."""
     shown = []
     result = run("qwen3", ROWS, draft="4", max_batch=2, on_token=shown.append)
-    told = [[token for token in column if token is not None] for column in zip(*shown, strict=True)]
-    assert told == tokens(result)
+    outputs = [[token for token in column if token is not None] for column in zip(*shown, strict=True)]
+    assert outputs == tokens(result)
     assert any(None in step for step in shown)

@@ -71,8 +71,8 @@ def test_the_batch_and_its_pieces_change_no_token(sampling, ids, logits_SBV, mon
     expected = stepped(sampling, ids, logits_SBV)
     for row in range(B):
         alone = Sampler(sampling, ids[row : row + 1], seed=4, first=row)
-        got = [alone(logits_BV[row : row + 1], [False])[0] for logits_BV in logits_SBV]
-        assert got == expected[row]
+        tokens = [alone(logits_BV[row : row + 1], [False])[0] for logits_BV in logits_SBV]
+        assert tokens == expected[row]
     for name in ("CPU_PIECE", "PIECE"):
         monkeypatch.setattr(picker_module, name, 2 * V)
     assert stepped(sampling, ids, logits_SBV) == expected
@@ -116,17 +116,17 @@ def test_tokens_so_far_hold_rows_that_gain_different_numbers(ids: torch.Tensor):
         tokens.add(new)
         expected = [have + more for have, more in zip(expected, new, strict=True)]
     assert tokens.length_B == [len(row) for row in expected]
-    found = tokens.ids_BT.tolist()
-    for got, row in zip(found, expected, strict=True):
-        assert got[: len(row)] == row
-        assert set(got[len(row) :]) <= {row[0]}
-        assert len(got) == max(map(len, expected))
+    padded = tokens.ids_BT.tolist()
+    for ours, row in zip(padded, expected, strict=True):
+        assert ours[: len(row)] == row
+        assert set(ours[len(row) :]) <= {row[0]}
+        assert len(ours) == max(map(len, expected))
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2], [1, 2], [2, 0, 0]], ids=str)
 def test_what_precedes_a_position_is_its_row_and_its_tail(ids: torch.Tensor, rows: list[int]):
     tokens, tail = TokensSoFar(ids), [[], [60], [61, 62]][: len(rows)]
-    seen = [set(one) for one in tokens.before(rows, tail).tolist()]
+    seen = [set(row_ids) for row_ids in tokens.before(rows, tail).tolist()]
     assert seen == [{*ids[row].tolist(), *more} for row, more in zip(rows, tail, strict=True)]
 
 
@@ -145,8 +145,8 @@ def split_mix(seed: int, count: int) -> list[int]:
 
 
 def bits(keys, size: int) -> list[list[int]]:
-    found = random_bits(torch.tensor(keys), size).tolist()
-    return [[number % WORD for number in row] for row in found]
+    rows = random_bits(torch.tensor(keys), size).tolist()
+    return [[number % WORD for number in row] for row in rows]
 
 
 def test_bits_are_those_of_split_mix_64():

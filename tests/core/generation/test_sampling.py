@@ -39,7 +39,7 @@ def test_processors_are_those_transformers_generates_with(settings: dict, ids: t
     config = GenerationConfig(**{"top_k": 0, "do_sample": Sampling(**settings).do_sample, **settings})
     theirs = tiny_model._get_logits_processor(config, T)  # noqa: SLF001
     ours = processors(Sampling(**settings))
-    assert [type(one) for one in ours] == [type(one) for one in theirs]
+    assert [type(processor) for processor in ours] == [type(processor) for processor in theirs]
     logits = 3 * torch.randn(B, V)
     assert torch.equal(ours(ids, logits.clone()), theirs(ids, logits.clone()))
 
@@ -81,16 +81,16 @@ def test_a_request_that_takes_a_row_draws_on_and_the_others_too(ids: torch.Tenso
     plain, mixed = Sampler(sampling, ids), Sampler(sampling, ids)
     expected = [plain(logits, RUNNING) for _ in range(4)]
     newcomer = mixed.alone(ids[:1], 9)
-    own = [newcomer(logits[1:2], [False])[0] for _ in range(5)]
+    alone = [newcomer(logits[1:2], [False])[0] for _ in range(5)]
     newcomer = mixed.alone(ids[:1], 9)
-    got = [mixed(logits, RUNNING), mixed(logits, [False, True, False])]
+    drawn = [mixed(logits, RUNNING), mixed(logits, [False, True, False])]
     newcomer(logits[1:2], [False])
     mixed.seat(1, newcomer)
-    got += [mixed(logits, RUNNING) for _ in range(2)]
-    for step, row in enumerate(got):
+    drawn += [mixed(logits, RUNNING) for _ in range(2)]
+    for step, row in enumerate(drawn):
         assert [row[0], row[2]] == [expected[step][0], expected[step][2]]
-    assert [got[0][1], got[1][1]] == [expected[0][1], PAD]
-    assert [got[2][1], got[3][1]] == own[1:3]
+    assert [drawn[0][1], drawn[1][1]] == [expected[0][1], PAD]
+    assert [drawn[2][1], drawn[3][1]] == alone[1:3]
 
 
 @pytest.mark.parametrize("length", [2, T, 15])
@@ -182,4 +182,4 @@ def test_tokens_are_handed_on_before_they_are_read(ids: torch.Tensor):
     sampler = Sampler(Sampling(), ids)
     sampler.ahead = handed.append
     tokens = sampler(torch.randn(B, V), RUNNING)
-    assert [one.tolist() for one in handed] == [tokens]
+    assert [tensor.tolist() for tensor in handed] == [tokens]

@@ -30,10 +30,12 @@ DRAFTS = EngineOptions(lossless=True)
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[KVCache]:
     """The stores of the runs; the first read what the prompts begin with."""
-    made: list[KVCache] = []
+    stores: list[KVCache] = []
     monkeypatch.setattr(generation, "BEGINNING", 40)
-    monkeypatch.setattr(session, "KVCache", lambda *args, **options: made.append(KVCache(*args, **options)) or made[-1])
-    return made
+    monkeypatch.setattr(
+        session, "KVCache", lambda *args, **options: stores.append(KVCache(*args, **options)) or stores[-1]
+    )
+    return stores
 
 
 def ask(document: list[int] = DOCUMENT, model: Any = None, questions: Any = QUESTIONS, **options: Any) -> tuple:
@@ -69,18 +71,18 @@ def test_they_get_what_they_get_with_copies(
 ):
     """Five requests take turns in two rows; what is stored once is stored once in the forecast, too."""
     options = {**options, "model": tiny(options.get("model", "qwen3"))}
-    result, told = ask(document, **options)
+    result, heard = ask(document, **options)
     store = stores[-1]
     assert store.shared == shared
     pages = store.layers[max(store.layers)].key_PHND
     assert pages.shape[0] * pages.shape[2] == store.batch * (store.capacity - shared) + shared
-    kept = sum(tensor.nbytes for layer in store.layers.values() for tensor in layer.tensors[:2])
-    assert result.forecast.kv_bytes == kept
+    kv_bytes = sum(tensor.nbytes for layer in store.layers.values() for tensor in layer.tensors[:2])
+    assert result.forecast.kv_bytes == kv_bytes
     monkeypatch.setattr(generation, "common_tokens", lambda *_: 0)
     apart, expected = ask(document, **options)
     assert stores[-1].shared == 0
     assert result.report.requests == apart.report.requests
-    assert told == expected
+    assert heard == expected
 
 
 @pytest.mark.parametrize("policy", first(["sfi", "codescan"]))
@@ -90,13 +92,13 @@ def test_they_do_under_graphs(policy: str, stores: list[KVCache], monkeypatch: p
     FakeRecorder().install(monkeypatch)
     use_tensors(monkeypatch)
     options = {"document": LONG, "policy": policy, "engine": EngineOptions(backend="triton", graphs=True)}
-    result, told = ask(**options)
+    result, heard = ask(**options)
     assert stores[-1].shared == {"sfi": 304, "codescan": 64}[policy]
     assert result.report.paths["graph.replay"] > NEW
     monkeypatch.setattr(generation, "common_tokens", lambda *_: 0)
     apart, expected = ask(**options)
     assert result.report.requests == apart.report.requests
-    assert told == expected
+    assert heard == expected
 
 
 @pytest.mark.exhaustive
@@ -119,10 +121,10 @@ def test_what_moved_into_the_pages_is_nowhere_else(monkeypatch: pytest.MonkeyPat
     assert {key.shape[2] for key, _ in given[-1].layers.values()} == {60 - 32}
     cache = PromptCache()
     sfi_core.generate(tiny("qwen3"), None, DOCUMENT, SMALL, max_new_tokens=1, cache=cache)
-    _, told = ask(cache=cache)
+    _, heard = ask(cache=cache)
     assert stores[-1].shared == 32
     assert {key.shape[2] for key, _ in cache.layers.values()} == {60}
-    assert told[0] == ask()[1][0]
+    assert heard[0] == ask()[1][0]
 
 
 def test_a_batch_is_admitted_that_fits_because_of_them(monkeypatch: pytest.MonkeyPatch, stores: list[KVCache]):

@@ -24,11 +24,11 @@ def decode(model, prompt, config=CONFIG, steps=6, **options):
         )
         decoder.prefill()
         decoder.run.record([1] * batch)
-        found = []
+        logits = []
         for step in range(steps):
-            found.append(decoder.step([step + 1] * batch))
+            logits.append(decoder.step([step + 1] * batch))
             decoder.run.record([step + 2] * batch)
-        return torch.stack(found), session.report
+        return torch.stack(logits), session.report
 
 
 def test_decoding_goes_on_from_a_synthetic_cache(tiny_model):
@@ -80,8 +80,8 @@ def test_a_store_of_two_tiers_is_filled_for_every_run(tiny_model, policy, contex
     options = {"policy": policy, "config": CONFIG.replace(**change), "steps": steps}
     whole, _ = decode(tiny_model, device, **options)
     for _ in range(2):
-        found, report = decode(tiny_model, prompt, engine=engine, **options)
-        torch.testing.assert_close(found, whole)
+        logits, report = decode(tiny_model, prompt, engine=engine, **options)
+        torch.testing.assert_close(logits, whole)
         assert report.kv_tiers.recalled_bytes > 0
         assert prompt.store.ring_pages * 4 < steps
     held = prompt.store.device_bytes + prompt.store.host_bytes

@@ -122,7 +122,7 @@ def test_events_carry_the_request_and_its_own_step():
         assert Counter(event.reason for event in events if event.slow) == request.reasons
         assert all(bool(event.reason) == event.slow for event in events)
         assert events[0].position == request.prompt_tokens - 1
-        chosen = [(one.step, one.layer) for one in observer.selections if one.request == number]
+        chosen = [(event.step, event.layer) for event in observer.selections if event.request == number]
         assert sorted(chosen) == [(step, layer) for step in request.slow_at for layer in (0, 1)]
         read = [
             token
@@ -174,15 +174,15 @@ def runs(monkeypatch):
         def __init__(self):
             self.caches = []
 
-    made, start = Made(), Session.start
+    runs, start = Made(), Session.start
 
     def noted(session, cache, *args, **options):
-        made.caches.append(cache)
-        made.append(start(session, cache, *args, **options))
-        return made[-1]
+        runs.caches.append(cache)
+        runs.append(start(session, cache, *args, **options))
+        return runs[-1]
 
     monkeypatch.setattr(Session, "start", noted)
-    return made
+    return runs
 
 
 class Watch(NullObserver):
@@ -216,9 +216,9 @@ def test_padding_goes_with_the_request_that_needed_it(runs):
 
 def test_a_request_that_leaves_takes_its_notes_and_audited_queries_along(runs):
     """A file of any length needs the memory of its slots."""
-    for kept in (lambda: runs[0].notes, lambda: runs[0].watchers[0].queries):
+    for records in (lambda: runs[0].notes, lambda: runs[0].watchers[0].queries):
         runs.clear()
-        watch = Watch(lambda kept=kept: {request for request, _ in kept()})
+        watch = Watch(lambda records=records: {request for request, _ in records()})
         options = {"policy": "codescan", "audit": AuditConfig(every=2, top=4)}
         run("qwen3", ROWS, LIMITS, max_batch=2, observers=[watch], **options)
         assert max(map(len, watch.seen)) == 2

@@ -122,8 +122,8 @@ def test_transformers_prefill_chunks_give_the_tokens_of_one_piece(label, chunk):
 
 def traces_of_sfi(model):
     hooks = [*model._forward_pre_hooks, *model._forward_hooks]  # noqa: SLF001
-    own = [name for name in ("generate", "forward") if name in model.__dict__]
-    return model.config._attn_implementation, [*hooks, *own]  # noqa: SLF001
+    methods = [name for name in ("generate", "forward") if name in model.__dict__]
+    return model.config._attn_implementation, [*hooks, *methods]  # noqa: SLF001
 
 
 @pytest.mark.parametrize("label", ["qwen3", "gpt-oss"])
@@ -239,7 +239,7 @@ def test_an_audit_changes_nothing_and_sees_heads_that_read_everything(way: str):
     rows, observer = prompts(37, 9), RecordingObserver()
     audited = run("qwen3", way, rows, observers=[observer], audit=AuditConfig(every=1, top=5))
     assert audited == run("qwen3", way, rows)
-    kept = [event.retained_H.tolist() for event in observer.audits if event.step > 0]
-    assert any(share < 0.99 for heads in kept for share in heads)
+    retained = [event.retained_H.tolist() for event in observer.audits if event.step > 0]
+    assert any(share < 0.99 for heads in retained for share in heads)
     if way != "freekv":  # whose heads differ in what they select, not in how much they read
-        assert any((heads[0] == 1.0) != (heads[1] == 1.0) for heads in kept)
+        assert any((heads[0] == 1.0) != (heads[1] == 1.0) for heads in retained)

@@ -154,7 +154,9 @@ def test_a_layer_of_a_decoding_step_is_ten_kernels_or_seven(monkeypatch, kind: s
     Products of ours have norms, sums and gate inside.
     """
     monkeypatch.setattr(linear, "crawls", lambda _: False)  # of this processor's float16, not of a GPU's
-    ours, own_products = (per_layer(monkeypatch, kind, policy, fused=True, products=own) for own in (False, True))
+    ours, own_products = (
+        per_layer(monkeypatch, kind, policy, fused=True, products=products) for products in (False, True)
+    )
     attention = {"split_attention": 1, "join_splits": 1}
     if policy == "codescan":
         attention |= {"code_scan_sums": 1, "code_scan_score": 1, "code_scan_choose": 1}
@@ -173,7 +175,7 @@ def test_fused_steps_can_be_replayed(monkeypatch, quick):
     assert recorder.plays > 0
     assert [r.token_ids for r in replayed.requests] == [r.token_ids for r in eager.requests]
     ours = {"rms_norm", "rotary", "silu_mul"}
-    counts = [{k: v for k, v in launched(one).items() if k in ours} for one in reports]
+    counts = [{k: v for k, v in launched(report).items() if k in ours} for report in reports]
     assert counts[0].keys() == ours
     assert counts[0] == counts[1]
 
@@ -197,12 +199,12 @@ def test_leaving_gives_every_module_its_forward_back():
 def test_projections_of_the_same_rows_are_moved_once_and_keep_their_numbers():
     model, places = tiny("qwen3", 1), []
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    one, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     for _ in range(2):
         with fused(model):
             pass
         places.append([weight.data_ptr() for weight in model.parameters()])
-        for group in ((one.q_proj, one.k_proj, one.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        for group in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
             assert len({linear.weight.untyped_storage().data_ptr() for linear in group}) == 1
     assert places[0] == places[1]
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -347,5 +349,5 @@ def test_the_page_says_what_is_fused_of_each_architecture():
     for architecture in WORKS:
         with fused(tiny_architecture(architecture.label)) as fusion:
             names = " ".join(fusion.modules)
-        found = [kind for suffix, kind in kinds.items() if suffix in names]
-        assert " ".join(found) == architecture.fused, architecture.name
+        parts = [kind for suffix, kind in kinds.items() if suffix in names]
+        assert " ".join(parts) == architecture.fused, architecture.name

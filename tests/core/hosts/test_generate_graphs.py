@@ -24,9 +24,9 @@ NEW = 14
 @pytest.fixture
 def recorder(monkeypatch) -> FakeRecorder:
     use_tensors(monkeypatch)
-    made = FakeRecorder()
-    made.install(monkeypatch)
-    return made
+    recorder = FakeRecorder()
+    recorder.install(monkeypatch)
+    return recorder
 
 
 def under(graphs: bool | None, decode, label: str = "llama", **options) -> tuple:

@@ -27,7 +27,7 @@ KEPT = ("qwen3.5", "gemma-4")
 ROWS = prompts(9, 37, 24)
 
 
-@pytest.mark.parametrize("label", [case(one.label, kept=one.label in KEPT) for one in BESIDE])
+@pytest.mark.parametrize("label", [case(model.label, kept=model.label in KEPT) for model in BESIDE])
 def test_a_model_runs_as_the_sweep_says(label):
     """Full attention's tokens, alone, in batches, in pieces, joining; `tests/sweep.py` tries every model type."""
     known = json.loads(RESULTS.read_text(encoding="utf-8")).get(transformers.__version__)
@@ -60,7 +60,7 @@ def test_a_rejected_draft_leaves_the_states(label):
     dense = decoded(label, ROWS, policy="full-kv", **options)
     assert [r.token_ids for r in lossless.requests] == [r.token_ids for r in dense.requests]
     counts = [request.lossless for request in lossless.requests]
-    assert 0 < sum(one.accepted for one in counts) < sum(one.drafted for one in counts)
+    assert 0 < sum(count.accepted for count in counts) < sum(count.drafted for count in counts)
 
 
 @pytest.mark.parametrize(("label", "mixer"), [("jamba", "JambaMambaMixer of layer 0"), ("zamba2", "Zamba2Mamba")])
@@ -97,8 +97,8 @@ def test_padding_enters_no_state(label):
     _, together = read(label, *rows)
     for number, row in enumerate(rows):
         _, alone = read(label, row)
-        for one, other in zip(together.layers, alone.layers, strict=True):
-            for (_, _, ours), (_, _, theirs) in zip(states(one), states(other), strict=True):
+        for layer, other in zip(together.layers, alone.layers, strict=True):
+            for (_, _, ours), (_, _, theirs) in zip(states(layer), states(other), strict=True):
                 torch.testing.assert_close(ours[number], theirs[0], rtol=1e-4, atol=1e-4)
 
 
@@ -109,7 +109,7 @@ def test_forecasts_count_states_once_and_shared_keys_once():
     model = ByteModel.of(describe_model(session.model, session.shapes()))
     assert model.state_bytes == held
     shared, cache = read("gemma-4", tuple(ROWS[0]))
-    stored = sum(kept.nbytes for pages in cache.run.store.layers.values() for kept in pages.tensors[:2])
+    stored = sum(tensor.nbytes for pages in cache.run.store.layers.values() for tensor in pages.tensors[:2])
     assert shared.forecast(1, 20, cache.run.store.capacity).kv_bytes == stored
 
 
@@ -160,10 +160,10 @@ class Masks(TorchDispatchMode):
         self.sizes: set[tuple[int, ...]] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype == torch.bool and made.dim() == 4 and made.shape[1] == 1:
-            self.sizes |= {tuple(made.shape)} if made.shape[2] > 1 < made.shape[3] else set()
-        return made
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.bool and out.dim() == 4 and out.shape[1] == 1:
+            self.sizes |= {tuple(out.shape)} if out.shape[2] > 1 < out.shape[3] else set()
+        return out
 
 
 def masks_of(label: str, rows=RAGGED, **options) -> set[tuple[int, ...]]:

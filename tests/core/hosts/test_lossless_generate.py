@@ -45,18 +45,18 @@ def test_greedy_tokens_are_those_of_the_model_without_sfi(label: str):
     model = tiny(label)
     expected = complete(model)
     with drafting(model) as session:
-        found = complete(model)
-    assert torch.equal(found, expected)
+        sequences = complete(model)
+    assert torch.equal(sequences, expected)
     assert [request.token_ids for request in session.report.requests] == expected[:, 37:].tolist()
     assert torch.equal(complete(model), expected)
 
 
 def test_the_report_is_that_of_sfi_s_own_loop():
     model = tiny("qwen3")
-    own = sfi_core.generate(model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), engine=LOSSLESS)
+    result = sfi_core.generate(model, None, ROWS, SMALL, max_new_tokens=STEPS, stop_token_ids=(), engine=LOSSLESS)
     with drafting(model) as session:
         complete(model)
-    assert session.report.requests == own.report.requests
+    assert session.report.requests == result.report.requests
     assert all(request.lossless.accepted for request in session.report.requests)
 
 
@@ -78,8 +78,8 @@ def test_processors_see_each_position_with_its_own_row(options: dict):
     options = {**options, "eos_token_id": list(range(5, VOCABULARY, 30)), "pad_token_id": 0}
     expected = complete(model, **options)
     with drafting(model):
-        found = complete(model, **options)
-    assert torch.equal(found, expected)
+        sequences = complete(model, **options)
+    assert torch.equal(sequences, expected)
 
 
 @pytest.mark.parametrize("padding", [1, None])
@@ -90,8 +90,8 @@ def test_a_row_that_stops_early_is_padded_and_told_as_stopped(padding, monkeypat
     options = {"eos_token_id": [stop, 299]}
     expected = complete(model, **options)
     with drafting(model) as session:
-        found = complete(model, **options)
-    assert torch.equal(found, expected)
+        sequences = complete(model, **options)
+    assert torch.equal(sequences, expected)
     requests = session.report.requests
     assert [request.finish_reason for request in requests].count("stop") == 1
     assert requests[1].token_ids == expected[1, 37 : 37 + len(requests[1].token_ids)].tolist()
@@ -123,19 +123,19 @@ def test_sampled_tokens_are_full_attention_s_with_the_same_seed(label: str):
 def test_several_return_sequences_are_requests_of_their_own():
     model = tiny("qwen3")
     with drafting(model) as session:
-        found = complete(model, ROWS[:2], do_sample=True, num_return_sequences=2)
+        sequences = complete(model, ROWS[:2], do_sample=True, num_return_sequences=2)
     requests = session.report.requests
     assert [request.prompt_tokens for request in requests] == [37, 37, 9, 9]
-    assert [request.token_ids for request in requests] == found[:, 37:].tolist()
-    assert len({tuple(row) for row in found.tolist()}) == 4
+    assert [request.token_ids for request in requests] == sequences[:, 37:].tolist()
+    assert len({tuple(row) for row in sequences.tolist()}) == 4
 
 
 def test_a_dictionary_is_returned_where_it_is_asked_for():
     model = tiny("qwen3")
     with drafting(model):
-        found = complete(model, return_dict_in_generate=True)
-    assert isinstance(found, GenerateDecoderOnlyOutput)
-    assert torch.equal(found.sequences, complete(model))
+        output = complete(model, return_dict_in_generate=True)
+    assert isinstance(output, GenerateDecoderOnlyOutput)
+    assert torch.equal(output.sequences, complete(model))
 
 
 def test_a_streamer_gets_one_token_a_call_and_the_end():
@@ -145,8 +145,8 @@ def test_a_streamer_gets_one_token_a_call_and_the_end():
     put = streamer.put
     streamer.put = lambda value: (calls.append(tuple(value.shape)), put(value))
     with drafting(model):
-        found = complete(model, ROWS[:1], streamer=streamer)
-    assert [int(number) for number in "".join(streamer).split()] == found[0, 37:].tolist()
+        sequences = complete(model, ROWS[:1], streamer=streamer)
+    assert [int(number) for number in "".join(streamer).split()] == sequences[0, 37:].tolist()
     assert calls == [(1, 37), *[(1,)] * STEPS]
 
 

@@ -81,7 +81,7 @@ def test_what_is_chosen_early_is_close_to_what_the_step_s_query_chooses(policy):
     torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
     config = CONFIG.replace(freekv={"first_layer_dense": False, "tau": 1.0})  # every head corrected
     off = config.replace(codescan={"ahead": "off"}, freekv={"ahead": "off"})
-    (report, heard), (expected, _) = (run(model, policy, one) for one in (config, off))
+    (report, heard), (expected, _) = (run(model, policy, variant) for variant in (config, off))
     assert {event.reason for event in heard.selections if event.step and event.layer} == {"predicted"}
     assert [r.token_ids for r in report.requests] == [r.token_ids for r in expected.requests]
 
@@ -89,9 +89,9 @@ def test_what_is_chosen_early_is_close_to_what_the_step_s_query_chooses(policy):
 @pytest.fixture
 def recorder(monkeypatch) -> FakeRecorder:
     use_tensors(monkeypatch)
-    made = FakeRecorder()
-    made.install(monkeypatch)
-    return made
+    recorder = FakeRecorder()
+    recorder.install(monkeypatch)
+    return recorder
 
 
 TIERS = {"kv_device_budget": "1MB", "kv_page": 16, "config": CONFIG.replace(recent=16, budget=3)}
@@ -118,8 +118,8 @@ def test_replayed_steps_choose_beside_the_layer_before(recorder, monkeypatch, ca
     monkeypatch.setattr("sfi_core.engine.run.side_of", lambda *_, **__: side)
     graphed = run(model, backend="triton", graphs=True, **options)
     if "kv_device_budget" in options:  # whose rows arrive half a layer early too
-        kept = {name: options[name] for name in options if name in ("policy", "config")}
-        whole = run(model, backend="triton", graphs=False, **kept)
+        settings = {name: options[name] for name in options if name in ("policy", "config")}
+        whole = run(model, backend="triton", graphs=False, **settings)
         assert [r.token_ids for r in eager[0].requests] == [r.token_ids for r in whole[0].requests]
         assert eager[0].kv_tiers.recalled_bytes == graphed[0].kv_tiers.recalled_bytes > 0
     assert eager[0].paths["choice.early"] == graphed[0].paths["choice.early"] > 0

@@ -58,10 +58,10 @@ def test_up_to_16_rows_are_multiplied_by_the_kernel_and_more_by_pytorch(kind: st
         with fused(model) as fusion:
             forward = model.model.layers[0].forward
             with own_products(fusion):
-                found = [products_of(model, ids) for ids in passes]
+                outputs = [products_of(model, ids) for ids in passes]
             assert model.model.layers[0].forward == forward
-    assert [count for _, count in found] == [8, 8, 0]
-    torch.testing.assert_close([logits for logits, _ in found], plain, rtol=1e-4, atol=1e-4)
+    assert [count for _, count in outputs] == [8, 8, 0]
+    torch.testing.assert_close([logits for logits, _ in outputs], plain, rtol=1e-4, atol=1e-4)
 
 
 def products_of(model, ids: torch.Tensor) -> tuple[torch.Tensor, int]:

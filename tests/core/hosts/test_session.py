@@ -126,9 +126,9 @@ def test_one_mask_for_all_rows_integers_of_32_bits_and_arguments_by_place_run_as
     alone = model.generate(ids, None, [Only(range(5, 200))], **options)
     policy = None if lossless else "full-kv"
     with slow_fast(model, None, SMALL, policy=policy, engine=EngineOptions(lossless=lossless)):
-        found = model.generate(ids, None, [Only(range(5, 200))], **options)
-    assert torch.equal(found, alone)
-    assert found.dtype == alone.dtype
+        sequences = model.generate(ids, None, [Only(range(5, 200))], **options)
+    assert torch.equal(sequences, alone)
+    assert sequences.dtype == alone.dtype
 
 
 @pytest.mark.parametrize("lossless", [False, True])
@@ -311,10 +311,10 @@ def test_argument_of_generate_runs_as_in_transformers(model, options):
     options = {**padded(ROWS), "max_new_tokens": STEPS, **options}
     alone = model.generate(**options)
     with slow_fast(model, None, SMALL, policy="full-kv"):
-        found = model.generate(**options)
+        output = model.generate(**options)
     for name, value in ({"sequences": alone} if isinstance(alone, torch.Tensor) else alone).items():
         if name != CACHE_NAME:
-            torch.testing.assert_close(found if isinstance(found, torch.Tensor) else found[name], value)
+            torch.testing.assert_close(output if isinstance(output, torch.Tensor) else output[name], value)
 
 
 @pytest.mark.parametrize("lossless", [False, True])

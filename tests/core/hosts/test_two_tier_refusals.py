@@ -87,8 +87,8 @@ def test_a_run_of_unknown_length_is_refused_where_it_outgrows_its_room(monkeypat
     model, ids = tiny("qwen3"), torch.tensor(ROWS)
 
     def go_on(cache, position: int) -> None:
-        own = torch.tensor([[position]])
-        model(input_ids=ids[:, :1], position_ids=own, **{CACHE_NAME: cache})
+        position_ids = torch.tensor([[position]])
+        model(input_ids=ids[:, :1], position_ids=position_ids, **{CACHE_NAME: cache})
 
     options = engine("1MB")
     with torch.inference_mode(), slow_fast(model, None, CONFIG, engine=options) as session:
@@ -108,8 +108,8 @@ def test_prompts_that_were_read_before_move_into_two_tiers():
     run = complete(engine(), shared=shared)
     assert run.report.kv_tiers is not None
     alone = complete(engine())
-    found, expected = ([r.token_ids for r in one.report.requests] for one in (run, alone))
-    assert found == expected
+    tokens, expected = ([r.token_ids for r in result.report.requests] for result in (run, alone))
+    assert tokens == expected
 
 
 def test_a_backend_that_cannot_read_host_memory_is_refused_on_a_gpu():

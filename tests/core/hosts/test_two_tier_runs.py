@@ -55,8 +55,8 @@ def complete(
     changes: dict = NOTHING, **options
 ):  # fmt: skip
     """Complete the prompts; with a budget under two tiers."""
-    policy, own = METHODS.get(method, (method, {}))
-    config = CONFIG.replace(**{**own, **changes})
+    policy, settings = METHODS.get(method, (method, {}))
+    config = CONFIG.replace(**{**settings, **changes})
     engine = {name: options.pop(name) for name in ("backend", "prefill_chunk") if name in options}
     return sfi_core.generate(
         tiny(label), None, options.pop("rows", ROWS), config, policy=policy,
@@ -91,8 +91,8 @@ def test_a_budget_changes_no_token(method: str, page: int):
     ),
 )
 def test_a_budget_changes_no_token_of_other_architectures(label: str, method: str):
-    found = tokens(complete(method, "1MB", label))
-    assert found == on_the_device(method, label)
+    ours = tokens(complete(method, "1MB", label))
+    assert ours == on_the_device(method, label)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_layers_that_fit_the_budget_stay_on_the_device():
 @pytest.mark.parametrize(("method", "label"), each_value(METHODS, ["qwen3", "deepseek-v3"]))
 def test_the_forecast_is_a_close_upper_bound(method: str, label: str):
     """The device's bytes stay under the budget because the forecast does."""
-    rows, (policy, own) = prompts(90, 90), METHODS[method]
+    rows, (policy, settings) = prompts(90, 90), METHODS[method]
     tiers = complete(method, "600kB", label, rows=rows).report.kv_tiers
     options = EngineOptions(kv_device_budget="600kB", kv_page=8)
-    with slow_fast(tiny(label), None, CONFIG.replace(**own), policy=policy, engine=options) as session:
+    with slow_fast(tiny(label), None, CONFIG.replace(**settings), policy=policy, engine=options) as session:
         expected, _ = session.tiers.planned(2, 90 + NEW, NEW)
     assert expected.host_bytes == tiers.host_bytes
     assert tiers.device_bytes <= expected.device_bytes <= 1.05 * tiers.device_bytes
@@ -166,9 +166,9 @@ def test_shares_of_a_long_prompt_give_its_answer(bundled, policy: str):
 
     expected = answer(None)
     for share in ("10%", "50%"):
-        found = answer(share)
-        tiers = found.report.kv_tiers
-        assert found.texts == expected.texts
+        result = answer(share)
+        tiers = result.report.kv_tiers
+        assert result.texts == expected.texts
         assert tiers.device_bytes <= DeviceBudget.parse(share).bytes_of(tiers.host_bytes)
 
 
@@ -195,13 +195,13 @@ def beside(monkeypatch: pytest.MonkeyPatch):
     ),
 )
 def test_every_legal_schedule_gives_what_the_code_s_order_gives(beside, method: str, side, options: dict):
-    made, expected = side(), beside(method, SideStream(), **options)
-    found = beside(method, made, **options)
-    assert tokens(found) == tokens(expected)
-    ours, theirs = (result.report.kv_tiers for result in (found, expected))
+    stream, expected = side(), beside(method, SideStream(), **options)
+    outcome = beside(method, stream, **options)
+    assert tokens(outcome) == tokens(expected)
+    ours, theirs = (result.report.kv_tiers for result in (outcome, expected))
     assert ours.recalled_bytes == theirs.recalled_bytes > 0
     assert ours.offloaded_bytes == theirs.offloaded_bytes
-    assert made.most > 1, "jobs were late"
+    assert stream.most > 1, "jobs were late"
 
 
 @pytest.mark.parametrize("method", ["sfi", "freekv"])
@@ -220,11 +220,11 @@ def test_observers_and_audits_change_nothing_and_add_up(method: str):
     result = complete(method, tight(method), observers=[observer], audit=AuditConfig(every=2))
     plain = complete(method, observers=[other := RecordingObserver()], audit=AuditConfig(every=2))
     assert tokens(result) == tokens(plain) == on_the_device(method)
-    told = sum(int(e.rows_H.sum()) * e.row_bytes for e in observer.recalls if e.step > 0)
+    recalled_bytes = sum(int(e.rows_H.sum()) * e.row_bytes for e in observer.recalls if e.step > 0)
     tiers = result.report.kv_tiers
-    assert told == tiers.recalled_bytes > 0
+    assert recalled_bytes == tiers.recalled_bytes > 0
     steps = len(result.report.requests[0].token_ids) - 1
-    assert tiers.recalled_bytes_per_step == pytest.approx(told / steps)
+    assert tiers.recalled_bytes_per_step == pytest.approx(recalled_bytes / steps)
     assert len(observer.audits) == len(other.audits) > 0
     for ours, theirs in zip(observer.audits, other.audits, strict=True):
         assert (ours.request, ours.step, ours.layer) == (theirs.request, theirs.step, theirs.layer)

@@ -26,20 +26,20 @@ def test_the_page_on_hosts_shows_one_that_decodes_with_any_policy(capsys, tmp_pa
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(50, (length,), generator=draw).tolist() for length in (40, 27)]
     full = shown["complete"](prompts, NEW, SMALL, "full-kv").requests
-    told = capsys.readouterr().out.splitlines()
-    columns = zip(*(one.token_ids for one in full), strict=True)
-    assert told == [str(dict(enumerate([t] for t in step))) for step in columns]
+    lines = capsys.readouterr().out.splitlines()
+    columns = zip(*(request.token_ids for request in full), strict=True)
+    assert lines == [str(dict(enumerate([t] for t in step))) for step in columns]
     every = shown["complete"](prompts, NEW, SMALL.replace(budget=100)).requests
-    assert [one.token_ids for one in every] == [one.token_ids for one in full]
+    assert [request.token_ids for request in every] == [request.token_ids for request in full]
     with ParquetObserver(tmp_path / "run") as observer:
         requests = shown["complete"](prompts, NEW, SMALL, observer=observer).requests
-    assert all(0 < one.read_ratio < 1 for one in requests)
+    assert all(0 < request.read_ratio < 1 for request in requests)
     assert requests[1].token_ids == shown["complete"](prompts[1:], NEW, SMALL).requests[0].token_ids
     trace = Trace.open(tmp_path / "run")
     assert check(trace)["problems"] == []
-    found = summarize(trace)
-    assert (found["run"]["model"], found["run"]["architecture"]) == ("toy", "ToyHost")
-    assert all(found["phases"].values())
+    summary = summarize(trace)
+    assert (summary["run"]["model"], summary["run"]["architecture"]) == ("toy", "ToyHost")
+    assert all(summary["phases"].values())
 
 
 @pytest.mark.parametrize(("small", "steps"), [(1 << 26, {1}), (1, {2})])

@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_finished_leaves_what_was_there(tmp_path):
     with pytest.raises(OSError, match="No space"), atomic_file(file) as temporary:  # noqa: PT012 - while it writes
         temporary.write_bytes(b"half")
         raise OSError(28, "No space left on device")
-    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [(file.name, b"old")]
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(file.name, b"old")]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such locks")

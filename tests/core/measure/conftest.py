@@ -38,4 +38,4 @@ def built(layer):
 
 
 def one_of(layer, name: str):
-    return next(one for one in built(layer) if one.name == name)
+    return next(variant for variant in built(layer) if variant.name == name)

@@ -149,18 +149,18 @@ def test_a_hiccup_does_not_count_in_a_run_s_speed():
 
 
 def test_rows_can_be_recomputed_by_hand():
-    point, (full, sfi) = Point(100, 2), (running.DecodeVariant(one, one) for one in ("full-kv", "sfi"))
+    point, (full, sfi) = Point(100, 2), (running.DecodeVariant(policy, policy) for policy in ("full-kv", "sfi"))
     runs = {
         sfi: [sample([0, 5, 6, 7, 10], ["fast", "mixed", "slow"]), sample([0, 1, 2, 3, 4], ["fast", "mixed", "slow"])],
         full: [sample([0, 2, 4, 6, 8], ["slow"] * 3)],
         running.DecodeVariant(BASELINES[0]): [sample([0, 4, 8, 12, 16], ["slow"] * 3)],
         running.DecodeVariant(BASELINES[1]): [sample([0, 3, 6, 9, 12], ["slow"] * 3)],
     }
-    made = [
+    bench_rows = [
         running.BenchRow(None, variant, point, None, None, byte_model(), samples=samples)
         for variant, samples in runs.items()
     ]
-    rows = {row["policy"]: row for row in point_rows(made, copy_gb_per_s=1e-6)}
+    rows = {row["policy"]: row for row in point_rows(bench_rows, copy_gb_per_s=1e-6)}
     row = rows["sfi"]
     assert row["repeat_rates"] == [6 / 5, 6 / 3]
     assert row["decode_tokens_per_second"] == 1.6
@@ -274,14 +274,14 @@ def test_a_stated_acceptance_decides_whatever_random_weights_draft(tiny_model, a
     asked = lossless(acceptance=acceptance)
     (variant,) = (way for way in running.variants(asked) if way.engine.lossless)
     sample = run_ours(row_of(tiny_model, variant, asked, 1))
-    found = sample.drafting
+    drafting = sample.drafting
     assert sample.tokens >= asked.steps
-    assert (found["accepted"] > 0) is (acceptance == 1.0)
-    assert found["accepted"] + found["verifications"] == sample.tokens
+    assert (drafting["accepted"] > 0) is (acceptance == 1.0)
+    assert drafting["accepted"] + drafting["verifications"] == sample.tokens
     assert (sample.steps == sample.tokens) is (acceptance == 1.0)
     # the given tokens decide: at a rate of 1/5 a draft has four tokens at most
     slow = [read[0].slow for read in sample.measured]
-    longest = max(len(run) for run in "".join("v" if one else "d" for one in slow).split("v"))
+    longest = max(len(run) for run in "".join("v" if is_slow else "d" for is_slow in slow).split("v"))
     assert longest <= 4
     assert slow[-1]
 
@@ -295,8 +295,8 @@ def test_rows_count_tokens_and_not_passes():
         drafting={"verifications": 3, "accepted": 5},
     )  # fmt: skip
     variant = running.DecodeVariant("sfi-lossless", "sfi", EngineOptions(lossless=True), 0.7)
-    made = running.BenchRow(None, variant, Point(100, 2), None, None, byte_model(), samples=[sample])
-    (row,) = point_rows([made], 1.0)
+    bench_row = running.BenchRow(None, variant, Point(100, 2), None, None, byte_model(), samples=[sample])
+    (row,) = point_rows([bench_row], 1.0)
     assert row["decode_tokens_per_second"] == 8 / 5
     assert row["all_decode_tokens_per_second"] == 12 / 6
     assert (row["steps"], row["tokens_measured"]) == (3, 8)

@@ -124,8 +124,8 @@ def test_break_even_is_the_context_from_which_sfi_reads_less():
 def test_every_policy_has_a_forecast_of_what_its_own_hooks_read():
     """Qwen3-4B at 32K, batch 4: 8 KV heads of 128 numbers in 36 layers, in tokens' worth of keys and values."""
     length, row, config = 32768, 147_456, SfiConfig.preset("paper").replace(synckv={"heads": "even"})
-    found = {r["policy"]: r for r in forecast("qwen3-4b", length, 4, config=config, policies=tuple(POLICIES))["rows"]}
-    base, packed = found["full-kv"]["weight_bytes_per_step"], 4 + 2048
+    rows = {r["policy"]: r for r in forecast("qwen3-4b", length, 4, config=config, policies=tuple(POLICIES))["rows"]}
+    base, packed = rows["full-kv"]["weight_bytes_per_step"], 4 + 2048
     fast = {
         "sfi": packed + 256,
         "streaming-llm": packed + 256,
@@ -137,18 +137,18 @@ def test_every_policy_has_a_forecast_of_what_its_own_hooks_read():
         "synckv": 0.75 * (packed + 256 + 2.5) + 0.25 * length,  # two of eight heads are dense; 5 steps between two
     }
     for name, tokens in fast.items():
-        assert found[name]["fast_bytes_per_step"] == pytest.approx(base + 4 * row * tokens, rel=1e-6), name
+        assert rows[name]["fast_bytes_per_step"] == pytest.approx(base + 4 * row * tokens, rel=1e-6), name
     rates = {"full-kv": 1, "sfi": 0.05, "random-k": 0.05, "synckv": 0.2}
-    assert {name: r["slow_rate"] for name, r in found.items() if r["slow_rate"]} == {"prior-only": 0.05} | rates
-    freekv = found["freekv"]["fast_bytes_per_step"]  # its first layer is dense
+    assert {name: r["slow_rate"] for name, r in rows.items() if r["slow_rate"]} == {"prior-only": 0.05} | rates
+    freekv = rows["freekv"]["fast_bytes_per_step"]  # its first layer is dense
     assert freekv == pytest.approx(base + 4 * row / 36 * (35 * (packed + 256 + length / 32) + length), rel=1e-6)
-    codescan, quest = found["codescan"], found["quest"]
-    assert (codescan["slow_bytes_per_step"], found["full-kv"]["fast_bytes_per_step"]) == (None, None)
+    codescan, quest = rows["codescan"], rows["quest"]
+    assert (codescan["slow_bytes_per_step"], rows["full-kv"]["fast_bytes_per_step"]) == (None, None)
     capacity = length + 4 + 40
     pages = extremes_bytes(shapes_once(meta("qwen3-4b"))[0], capacity, 16)
     assert quest["packed_bytes"] == 4 * 36 * pages  # its rows are read in place
     assert 0 < codescan["packed_bytes"] < quest["packed_bytes"]  # codes, and no rows
-    assert found["full-kv"]["packed_bytes"] == found["streaming-llm"]["packed_bytes"]
+    assert rows["full-kv"]["packed_bytes"] == rows["streaming-llm"]["packed_bytes"]
     for context, gains in ((codescan["break_even_context"] - 1, False), (codescan["break_even_context"], True)):
         (row_there,) = forecast("qwen3-4b", context, 4, config=config, policies=("codescan",))["rows"]
         assert (row_there["roofline_speedup"] > 1) is gains
@@ -183,15 +183,15 @@ def test_random_weights_are_the_seeds_and_share_what_is_tied(tmp_path):
     tiny("qwen3").config.to_json_file(tmp_path / "config.json")
     config = random_config(str(tmp_path / "config.json"))
     config.tie_word_embeddings = True
-    one, same, other = (random_model(config, CPU, torch.float32, seed) for seed in (1, 1, 2))
-    assert one.lm_head.weight is one.model.embed_tokens.weight
-    assert all(map(torch.equal, one.parameters(), same.parameters()))
-    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
-    matrix = one.model.layers[0].mlp.up_proj.weight.detach()
+    model, same, other = (random_model(config, CPU, torch.float32, seed) for seed in (1, 1, 2))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(map(torch.equal, model.parameters(), same.parameters()))
+    assert not torch.equal(model.lm_head.weight, other.lm_head.weight)
+    matrix = model.model.layers[0].mlp.up_proj.weight.detach()
     assert matrix.abs().max() <= 0.035
     assert matrix.std().item() == pytest.approx(0.02, rel=0.1)
     assert not torch.equal(matrix[0], matrix[1])
-    assert torch.equal(one.model.norm.weight, torch.ones_like(one.model.norm.weight))
+    assert torch.equal(model.model.norm.weight, torch.ones_like(model.model.norm.weight))
 
 
 def test_a_config_that_is_none_is_refused(tmp_path):
@@ -264,14 +264,14 @@ def test_mistakes_are_named(text, message):
     ("share", "context", "sizes"), [(0.1, 4096, (4, 277, 128)), (0.05, 1024, (4, 22, 25)), (1.0, 4096, (4, 3964, 128))]
 )
 def test_a_share_is_sink_and_recent_and_selected_tokens(share, context, sizes):
-    found = at_share(SfiConfig().replace(recent=128), context, share)
-    assert (found.sink, found.budget, found.recent) == sizes
+    config = at_share(SfiConfig().replace(recent=128), context, share)
+    assert (config.sink, config.budget, config.recent) == sizes
     assert sum(sizes) == int(share * context)
 
 
 def test_a_method_may_have_a_recent_window_of_its_own():
-    own, other = at_sizes([Method.parse("sfi:recent=40"), Method.parse("sfi@paper")], shares=[0.25], recent=60)
-    assert (own.config_for(1024).recent, other.config_for(1024).recent) == (40, 60)
+    method, other = at_sizes([Method.parse("sfi:recent=40"), Method.parse("sfi@paper")], shares=[0.25], recent=60)
+    assert (method.config_for(1024).recent, other.config_for(1024).recent) == (40, 60)
 
 
 @pytest.mark.parametrize(("text", "size"), [("full-kv", "all"), ("sfi:budget=7", "own")])

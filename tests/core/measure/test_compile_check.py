@@ -210,7 +210,7 @@ def test_one_architecture_is_compiled_unless_more_are_asked_for(monkeypatch):
     assert default_arch() == "sm_90"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for capability, arch in {(8, 9): "sm_80", (9, 0): "sm_90", (12, 0): "sm_100", (7, 5): "sm_90"}.items():
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda found=capability: found)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda capability=capability: capability)
         assert default_arch() == arch
 
 

@@ -47,11 +47,11 @@ def forced(model, window, config=SMALL, **options):
 
 
 def test_forced_logits_under_full_attention_are_the_plain_models(tiny_model, window):
-    found, _ = forced(tiny_model, window, policy="full-kv")
+    logits, _ = forced(tiny_model, window, policy="full-kv")
     with torch.no_grad():
         plain = tiny_model(torch.tensor([window.ids])).logits[0, PROMPT - 1 : -1]
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, plain, atol=1e-4, rtol=1e-4)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, plain, atol=1e-4, rtol=1e-4)
 
 
 def test_a_shared_prompt_is_not_read_again_and_changes_nothing(tiny_model, window):
@@ -59,8 +59,8 @@ def test_a_shared_prompt_is_not_read_again_and_changes_nothing(tiny_model, windo
     alone, report = forced(tiny_model, window)
     passes = []
     with tiny_model.model.embed_tokens.register_forward_hook(lambda _, args, out: passes.append(args[0].shape[1])):
-        found, again = forced(tiny_model, window, shared=shared)
-    torch.testing.assert_close(found, alone, atol=0, rtol=0)
+        logits, again = forced(tiny_model, window, shared=shared)
+    torch.testing.assert_close(logits, alone, atol=0, rtol=0)
     assert again.requests == report.requests
     assert passes.count(1) == NEW - 1
     assert PROMPT not in passes
@@ -89,34 +89,34 @@ def test_a_text_longer_than_the_models_positions_is_refused(tiny_model):
 def test_full_attention_is_exactly_as_far_from_itself_as_nothing(tiny_model, window, graphs):
     model, engine = copy.deepcopy(tiny_model).bfloat16(), EngineOptions(graphs=graphs)  # compiled, or by modules
     full = measured.reference(model, None, [window], engine)
-    (found,) = measured.fidelity(model, None, full, SMALL, policy="full-kv", engine=engine)
-    assert found.kl == [0.0] * NEW
-    assert found.agrees == [True] * NEW
-    assert found.nll == found.nll_full
-    summary = found.summary()
+    (fidelity,) = measured.fidelity(model, None, full, SMALL, policy="full-kv", engine=engine)
+    assert fidelity.kl == [0.0] * NEW
+    assert fidelity.agrees == [True] * NEW
+    assert fidelity.nll == fidelity.nll_full
+    summary = fidelity.summary()
     assert summary["perplexity"] == summary["perplexity_full"]
     assert summary["read_ratio"] == summary["slow_rate"] == 1
 
 
 def test_a_policy_whose_every_step_is_slow_is_full_attention(tiny_model, full):
-    (found,) = measured.fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
+    (fidelity,) = measured.fidelity(tiny_model, None, full, SMALL.replace(trigger_policy="always"))
     # where a step selects, its attention sums in another order
-    assert found.kl == pytest.approx([0.0] * NEW, abs=1e-6)
-    assert found.agrees == [True] * NEW
-    assert all(found.slow)
+    assert fidelity.kl == pytest.approx([0.0] * NEW, abs=1e-6)
+    assert fidelity.agrees == [True] * NEW
+    assert all(fidelity.slow)
 
 
 def test_divergence_and_likelihood_are_those_of_the_logits(tiny_model, window, full):
     logits, _ = forced(tiny_model, window, policy="streaming-llm")
     plain, _ = forced(tiny_model, window, policy="full-kv")
     q, p = logits.double().softmax(-1), plain.double().softmax(-1)
-    (found,) = measured.fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
-    assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-5)
+    (fidelity,) = measured.fidelity(tiny_model, None, full, SMALL, policy="streaming-llm")
+    assert fidelity.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-5)
     given = torch.tensor(window.ids[PROMPT:])[:, None]
-    assert found.nll == pytest.approx((-q.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
-    assert found.nll_full == pytest.approx((-p.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
-    assert found.agrees == (p.argmax(-1) == q.argmax(-1)).tolist()
-    assert found.window == [11] * NEW
+    assert fidelity.nll == pytest.approx((-q.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
+    assert fidelity.nll_full == pytest.approx((-p.gather(1, given).log())[:, 0].tolist(), abs=1e-4)
+    assert fidelity.agrees == (p.argmax(-1) == q.argmax(-1)).tolist()
+    assert fidelity.window == [11] * NEW
 
 
 def report_of(read_ratio):
@@ -135,8 +135,8 @@ def made(read_ratio=0.5, kl=(9.0, 1.0, 3.0, 5.0)):
 
 
 def test_a_summary_leaves_out_step_0_which_no_policy_touches():
-    found = measured.Fidelity.join([made(0.2), made(0.4)])
-    assert found.summary() == {
+    joined = measured.Fidelity.join([made(0.2), made(0.4)])
+    assert joined.summary() == {
         "windows": 2, "steps": 6, "slow_rate": pytest.approx(1 / 3), "kl": 3.0, "agreement": pytest.approx(2 / 3),
         "perplexity": pytest.approx(math.e**2), "perplexity_full": pytest.approx(math.e), "kl_p95": 5.0,
         "read_ratio": pytest.approx(0.3), "selection_ratio": 0.0, "stored_ratio": 1.0,
@@ -144,10 +144,10 @@ def test_a_summary_leaves_out_step_0_which_no_policy_touches():
 
 
 def test_windows_are_spread_over_the_whole_text():
-    found = measured.windows(range(100), 10, 5, 4)
-    assert [window.start for window in found] == [0, 28, 57, 85]
-    assert found[-1].ids == tuple(range(85, 100))
-    assert {window.prompt_tokens for window in found} == {10}
+    windows = measured.windows(range(100), 10, 5, 4)
+    assert [window.start for window in windows] == [0, 28, 57, 85]
+    assert windows[-1].ids == tuple(range(85, 100))
+    assert {window.prompt_tokens for window in windows} == {10}
     assert measured.windows(range(15), 10, 5, 1)[0].ids == tuple(range(15))
 
 
@@ -160,9 +160,9 @@ def test_a_text_that_is_too_short_is_refused_with_what_it_needs():
 
 
 def test_the_start_token_is_told_from_the_text(tiny_tokenizer):
-    own, prefix = measured.ids_and_prefix(tiny_tokenizer, "Belora hid it. Tamvex")
+    ids, prefix = measured.ids_and_prefix(tiny_tokenizer, "Belora hid it. Tamvex")
     assert prefix == [tiny_tokenizer.bos_token_id]
-    assert [*prefix, *own] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
+    assert [*prefix, *ids] == tiny_tokenizer("Belora hid it. Tamvex")["input_ids"]
 
 
 TEXT = "Belora hid a red lantern under the old bridge. Tamvex stole a blue kettle near the mill. " * 8
@@ -184,8 +184,8 @@ def test_a_window_is_compared_as_on_its_own(loaded):
     for row, cell in zip(rows[:4], cells, strict=False):
         window = rows_of.windows(40)[0]
         full = measured.reference(*loaded, [window])
-        (own,) = measured.fidelity(*loaded, full, cell.method.config_for(40), policy=cell.method.policy)
-        assert measured.from_rows([row]) == own
+        (fidelity,) = measured.fidelity(*loaded, full, cell.method.config_for(40), policy=cell.method.policy)
+        assert measured.from_rows([row]) == fidelity
     joined = measured.from_rows(rows[::4])
     assert joined == measured.Fidelity.join(measured.from_rows([row]) for row in rows[::4])
 

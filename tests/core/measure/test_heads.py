@@ -23,7 +23,7 @@ def random_sets(seed: int, steps: int = N, heads: int = H) -> list[list[set[int]
 
 
 def as_index(sets: list[list[set[int]]]) -> torch.Tensor:
-    rows = [[[*sorted(own), *[-1] * (K - len(own))] for own in step] for step in sets]
+    rows = [[[*sorted(positions), *[-1] * (K - len(positions))] for positions in step] for step in sets]
     return torch.tensor(rows, dtype=torch.int32)
 
 
@@ -42,9 +42,9 @@ def random_similarity(seed: int, heads: int) -> np.ndarray:
 def test_overlap_is_the_share_of_the_smaller_set():
     """SyncKV, Eq. 1."""
     sets = random_sets(0)
-    found = overlap(as_index(sets))
+    overlap_NHH = overlap(as_index(sets))
     for n, i, j in product(range(N), range(H), range(H)):
-        assert found[n, i, j] == pytest.approx(coefficient(sets[n][i], sets[n][j]), abs=1e-6)
+        assert overlap_NHH[n, i, j] == pytest.approx(coefficient(sets[n][i], sets[n][j]), abs=1e-6)
 
 
 def test_similarity_is_the_mean_over_steps_and_texts():
@@ -65,11 +65,11 @@ def blocks(seed: int, labels: list[int]) -> np.ndarray:
 
 
 def centroids(rows: list[list[float]], labels: tuple[int, ...]) -> list[list[float]]:
-    found = []
+    means = []
     for number in range(max(labels) + 1):
         members = [row for row, label in zip(rows, labels, strict=True) if label == number]
-        found.append([sum(column) / len(members) for column in zip(*members, strict=True)])
-    return found
+        means.append([sum(column) / len(members) for column in zip(*members, strict=True)])
+    return means
 
 
 def square(first: list[float], second: list[float]) -> float:
@@ -89,7 +89,7 @@ def test_clusters_are_the_best_partition_of_the_distances(seed: int, labels: lis
     D = [[S.max() - S[i, j] for j in range(6)] for i in range(6)]
     np.testing.assert_allclose(distance(S), D)
     every = product(range(clusters), repeat=6)
-    best = min(squares(D, one) for one in every if len(set(one)) == clusters)
+    best = min(squares(D, partition) for partition in every if len(set(partition)) == clusters)
     cluster_of, _ = cluster(S, clusters)
     assert squares(D, cluster_of) == pytest.approx(best)
 
@@ -101,10 +101,10 @@ def test_heads_are_with_the_nearest_centroid_and_the_nearest_head_represents_the
         S = random_similarity(seed, heads=7)
         D = (S.max() - S).tolist()
         cluster_of, representatives = cluster(S, clusters)
-        far = [[square(row, one) for one in centroids(D, cluster_of)] for row in D]
-        assert {len(own) for own in far} == {clusters}
-        for own, label in zip(far, cluster_of, strict=True):
-            assert own[label] <= min(own) + 1e-9
+        far = [[square(row, centroid) for centroid in centroids(D, cluster_of)] for row in D]
+        assert {len(distances) for distances in far} == {clusters}
+        for distances, label in zip(far, cluster_of, strict=True):
+            assert distances[label] <= min(distances) + 1e-9
         for label, chosen in enumerate(representatives):
             members = [head for head in range(7) if cluster_of[head] == label]
             least = min(far[head][label] for head in members)
@@ -112,10 +112,10 @@ def test_heads_are_with_the_nearest_centroid_and_the_nearest_head_represents_the
 
 
 def test_more_representatives_than_heads_are_refused():
-    told = "representatives must be at most the layer's 5 KV heads, got 6"
-    with pytest.raises(ConfigError, match=told):
+    message = "representatives must be at most the layer's 5 KV heads, got 6"
+    with pytest.raises(ConfigError, match=message):
         cluster(random_similarity(0, H), 6)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         cluster_layers([{0: Similarity.of(as_index(random_sets(0)))}], 6)
 
 
@@ -131,18 +131,18 @@ def eager_weights(model, ids: list[int]) -> list[torch.Tensor]:
     # transformers' own attention weights, pooled by the maximum over a KV head's two query heads (B.1, GQA)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        found = model(torch.tensor([ids]), output_attentions=True).attentions
+        weights = model(torch.tensor([ids]), output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
-    return [torch.maximum(one[0, 0::2], one[0, 1::2]) for one in found]
+    return [torch.maximum(weight_BHTT[0, 0::2], weight_BHTT[0, 1::2]) for weight_BHTT in weights]
 
 
 def test_a_text_s_sets_are_the_heaviest_positions_of_its_last_queries():
     model, top = tiny_qwen3(), 6
     ids = torch.randint(0, 96, (150,)).tolist()
     expected = eager_weights(model, ids)
-    found = dict(clustering.text_supports(model, ids, top))
-    assert list(found) == [0, 1]
-    for layer, index_NHK in found.items():
+    supports = dict(clustering.text_supports(model, ids, top))
+    assert list(supports) == [0, 1]
+    for layer, index_NHK in supports.items():
         assert index_NHK.shape == (clustering.QUERIES, 2, top)
         for n, h in product(range(clustering.QUERIES), range(2)):
             query = len(ids) - clustering.QUERIES + n

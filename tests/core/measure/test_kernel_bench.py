@@ -153,18 +153,18 @@ def test_a_run_checks_and_times_every_op(dtype):
 
 def test_the_variants_of_a_group_take_turns_and_their_rows_come_before_the_next_group(clock):
     """A slow minute of the machine slows all that is compared; the first rows do not wait for the last op."""
-    told = []
+    calls = []
     ops = ("fast", "dense", "verify", "append", "top_k")
     result = run_bench(
-        tiny(ops=ops, repeats=3), "torch", CPU, on_group=lambda title, rows: told.append((title, rows, [*clock.order]))
+        tiny(ops=ops, repeats=3), "torch", CPU, on_group=lambda title, rows: calls.append((title, rows, [*clock.order]))
     )
-    assert [title for title, *_ in told] == [
+    assert [title for title, *_ in calls] == [
         "Attention of a step", "Attention of verifications and of mixed heads", "Selection of a slow step", "The cache",
     ]  # fmt: skip
-    assert told[0][2] == [0, 1, 2, 3] * 3  # dense, two of SDPA, fast
+    assert calls[0][2] == [0, 1, 2, 3] * 3  # dense, two of SDPA, fast
     assert clock.order[12:] == [4, 5, 6, 7, 8] * 3 + [9] * 3 + [10] * 3
-    assert [row for _, rows, _ in told for row in rows] == result.rows()
-    assert [row["form"] for row in told[1][1] if row["op"] == "verify"] == [
+    assert [row for _, rows, _ in calls for row in rows] == result.rows()
+    assert [row["form"] for row in calls[1][1] if row["op"] == "verify"] == [
         "1 query", "5 queries", "9 queries", "16 queries", "17 queries",
     ]  # fmt: skip
 
@@ -260,7 +260,7 @@ INTERPRETER_WARNING = "ignore:Conversion of an array with ndim > 0"  # triton 3.
 @pytest.mark.filterwarnings(INTERPRETER_WARNING)
 def test_every_kernel_variant_runs_and_equals_its_formula(kernel_device):
     layer = LayerData(tiny(), "triton", torch.device(kernel_device))
-    errors = {(one.name, one.form): one.error() for one in built(layer)}
+    errors = {(variant.name, variant.form): variant.error() for variant in built(layer)}
     assert {name for name, _ in errors} == {
         "dense", "dense.host", "dense.evidence", "dense.paper_like", "dense.sdpa", "fast", "fast.gather",
         "verify", "mixed_heads", "pack", "recall", "selector", "top_k", "append", "append.host", "codescan",

@@ -84,10 +84,10 @@ def test_a_packed_row_a_position_or_a_count_that_is_wrong_is_red():
         return gates.pack_error(selected.segment, layer.key_BHTD, layer.value_BHTD, index)
 
     for tensor in selected.segment:
-        kept = tensor.clone()
+        original = tensor.clone()
         tensor.view(-1)[-1] += 1
         assert error() > 1
-        tensor.copy_(kept)
+        tensor.copy_(original)
     assert error() == 0
 
 
@@ -158,23 +158,23 @@ def test_a_verification_that_mixes_up_its_queries_is_red(monkeypatch, mistake: s
             return result._replace(out_BHGWE=result.out_BHGWE.roll(1, 3))
 
     ours = [*attention_cases.verify(layer, 1.0)]
-    assert [one.form for one in ours] == ["1 query", "5 queries", "9 queries", "16 queries", "17 queries"]
-    assert max(one.error() for one in ours) <= 1
+    assert [variant.form for variant in ours] == ["1 query", "5 queries", "9 queries", "16 queries", "17 queries"]
+    assert max(variant.error() for variant in ours) <= 1
     monkeypatch.setattr(data, "decode_attention", Mixed())
-    assert min(one.error() for one in ours[1:]) > 1
+    assert min(variant.error() for variant in ours[1:]) > 1
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "rotary", "silu_mul", "project"])
 def test_a_fused_op_that_is_one_percent_off_is_red(monkeypatch, name: str):
     op = {"rms_norm": "add_rms_norm"}.get(name, name)
-    own = getattr(cases, op).reference
+    formula = getattr(cases, op).reference
 
     class Off:
-        reference = staticmethod(own)
+        reference = staticmethod(formula)
 
         def on(self, backend):
             def off(*args):
-                out = own(*args)
+                out = formula(*args)
                 return tuple(x * 1.01 for x in out) if isinstance(out, tuple) else out * 1.01
 
             return off

@@ -108,19 +108,19 @@ def test_no_request_has_no_answer(loaded):
 
 
 def test_full_attention_scores_continuations_as_the_harness_does(loaded):
-    found = policied(loaded, "full-kv").loglikelihood(requests_of("loglikelihood", SCORED))
+    scores = policied(loaded, "full-kv").loglikelihood(requests_of("loglikelihood", SCORED))
     expected = plain(loaded).loglikelihood(requests_of("loglikelihood", SCORED))
-    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-3)
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [log for log, _ in scores] == pytest.approx([log for log, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_full_attention_generates_what_the_harness_does(loaded, batch_size):
     """A batch is ragged, padded on the left."""
     lm = policied(loaded, "full-kv", batch_size)
-    found = lm.generate_until(requests_of("generate_until", GENERATED))
-    assert found == plain(loaded).generate_until(requests_of("generate_until", GENERATED))
-    assert any(found)
+    texts = lm.generate_until(requests_of("generate_until", GENERATED))
+    assert texts == plain(loaded).generate_until(requests_of("generate_until", GENERATED))
+    assert any(texts)
     assert told(lm)["decoding_steps"] > 0
     ratios = ("read_ratio", "selection_ratio", "cache_read_ratio", "stored_ratio")
     assert [told(lm)[name] for name in ratios] == [1, 0, 1, 1]
@@ -141,9 +141,9 @@ def test_a_whole_text_is_scored_as_the_harness_does_beyond_the_models_positions(
     texts = [(STORY,), (" ".join([STORY] * 8),)]
     assert len(loaded[2](texts[1][0])["input_ids"]) > 128
     lm = policied(loaded, "full-kv")
-    found = lm.loglikelihood_rolling(requests_of("loglikelihood_rolling", texts))
+    scores = lm.loglikelihood_rolling(requests_of("loglikelihood_rolling", texts))
     expected = plain(loaded).loglikelihood_rolling(requests_of("loglikelihood_rolling", texts))
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert scores == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_context_too_long_for_the_model_loses_its_start(loaded, caplog):
@@ -151,18 +151,18 @@ def test_a_context_too_long_for_the_model_loses_its_start(loaded, caplog):
     long = " ".join([STORY] * 8)
     lm, theirs = policied(loaded, "full-kv", 2), plain(loaded)
     asked = [(STORY, GENERATED[0][1]), (long, GENERATED[0][1])]
-    found = lm.generate_until(requests_of("generate_until", asked))
-    assert found == theirs.generate_until(requests_of("generate_until", asked))
+    texts = lm.generate_until(requests_of("generate_until", asked))
+    assert texts == theirs.generate_until(requests_of("generate_until", asked))
     pairs = [(STORY, " a map"), (long, " a map")]
-    found = lm.loglikelihood(requests_of("loglikelihood", pairs))
+    scores = lm.loglikelihood(requests_of("loglikelihood", pairs))
     expected = theirs.loglikelihood(requests_of("loglikelihood", pairs))
-    assert [log for log, _ in found] == pytest.approx([log for log, _ in expected], abs=1e-3)
+    assert [log for log, _ in scores] == pytest.approx([log for log, _ in expected], abs=1e-3)
     assert "1 contexts lost their start: 128 positions" in caplog.text
 
 
 @pytest.mark.exhaustive
 def test_a_task_gives_the_figures_of_lm_evals_own_model(loaded, folder):
-    found = [
+    evaluations = [
         simple_evaluate(
             lm,
             tasks=["tiny_choice", "tiny_text"],
@@ -171,8 +171,8 @@ def test_a_task_gives_the_figures_of_lm_evals_own_model(loaded, folder):
         )
         for lm in (policied(loaded, "full-kv"), plain(loaded))
     ]
-    assert found[0]["results"] == found[1]["results"]
-    assert found[0]["config"]["sfi"]["policy"] == "full-kv"
+    assert evaluations[0]["results"] == evaluations[1]["results"]
+    assert evaluations[0]["config"]["sfi"]["policy"] == "full-kv"
 
 
 def test_the_choices_of_a_question_share_a_prefill(loaded, monkeypatch):
@@ -188,13 +188,13 @@ def test_the_choices_of_a_question_share_a_prefill(loaded, monkeypatch):
 
 
 def test_a_run_that_was_cut_goes_on_with_the_answers_of_its_cache(loaded, tmp_path, monkeypatch):
-    score, made = SfiLM._score, []  # noqa: SLF001
+    score, answers = SfiLM._score, []  # noqa: SLF001
 
     def cut(*args):
-        if len(made) == 3:
+        if len(answers) == 3:
             raise KeyboardInterrupt
-        made.append(score(*args))
-        return made[-1]
+        answers.append(score(*args))
+        return answers[-1]
 
     asked = requests_of("loglikelihood", SCORED)
     whole = policied(loaded, "sfi").loglikelihood(asked)
@@ -213,9 +213,9 @@ def test_settings_of_a_table_and_of_lm_eval_reach_the_run():
         {"selector.alpha": 0.25, "triggers": ["."], "preset": "paper", "max_length": 64, "device": "cpu"},
         {"device": "cuda:0", "batch_size": 3, "max_batch_size": None},
     )
-    found = told(lm)
-    assert found["config"]["selector"]["alpha"] == 0.25
-    assert found["config"]["recent_mode"] == "sliding"
+    facts = told(lm)
+    assert facts["config"]["selector"]["alpha"] == 0.25
+    assert facts["config"]["recent_mode"] == "sliding"
     assert (lm.max_length, lm.batch_size) == (64, 3)
 
 

@@ -94,8 +94,8 @@ def test_the_score_is_the_share_of_the_answers_that_the_text_holds(tokenizer, na
     some = sample.answers[: len(sample.answers) // 2]
     for said in (sample.answers, some, ()):
         text = "They are:\n" + ",\n and ".join(said)
-        found = task.score(sample, [], text, tokenizer)["score"]
-        assert found == len(said) / len(sample.answers)
+        score = task.score(sample, [], text, tokenizer)["score"]
+        assert score == len(said) / len(sample.answers)
 
 
 @pytest.mark.parametrize("name", RULER)
@@ -135,7 +135,7 @@ def test_common_words_are_ten_times_as_frequent_as_any_other(tokenizer, length):
     counts = Counter(re.findall(r"\d+\. (\w+)", sample.prompt))
     rare = max(count for word, count in counts.items() if word not in sample.answers)
     assert min(counts[word] for word in sample.answers) >= 10 * rare
-    assert not any(one != other and one in other for one in WORDS for other in WORDS)
+    assert not any(word != other and word in other for word in WORDS for other in WORDS)
 
 
 def test_a_recalled_sentence_counts_only_word_for_word(tokenizer):
@@ -251,9 +251,9 @@ def test_what_fails_leaves_the_other_rows(loaded, monkeypatch):
         return result
 
     monkeypatch.setattr(samples, "generate", scarce)
-    found = {key_of(row): row for row in timeless(rows.make(cells))}
-    assert found.keys() == expected.keys()
-    for key, row in found.items():
+    ours = {key_of(row): row for row in timeless(rows.make(cells))}
+    assert ours.keys() == expected.keys()
+    for key, row in ours.items():
         if key[0] == "quest":
             assert (row["error"], row["score"]) == ("no memory", None)
         elif key[0] == "streaming-llm" and key[-1] == 1:

@@ -147,7 +147,7 @@ KEPT = ("yarn whose config has the extended length", "dynamic", "llama3", "longr
 )
 def test_text_of_as_many_positions_as_scaled_rope_has_runs_as_in_transformers(model_type, stated, rope, limit):
     kinds = {"layer_types": ALTERNATE} if "full_attention" in rope else {}
-    rope = {kind: dict(own) for kind, own in rope.items()} if kinds else {"rope_theta": 1e4, **rope}
+    rope = {kind: dict(parameters) for kind, parameters in rope.items()} if kinds else {"rope_theta": 1e4, **rope}
     model = build(model_type, max_position_embeddings=stated, rope_parameters=rope, **kinds)
     assert most_positions(model.config) == limit
     prompt = torch.arange(3, 3 + limit - 6)[None]

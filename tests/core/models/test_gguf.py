@@ -99,15 +99,15 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer, kind: str, pre: str) -> 
 
 def _tensors(model) -> dict[str, torch.Tensor]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, model.config.num_hidden_layers)
-    found = {}
+    tensors = {}
     for name, weight in model.state_dict().items():
         plain = weight.detach().float()
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         # llama.cpp rotates neighbouring numbers, transformers those of a head's two halves
         if heads:
             plain = plain.view(heads, 2, -1, plain.shape[1]).transpose(1, 2).reshape(plain.shape)
-        found[names.get_name(name.removesuffix(".weight")) + ".weight"] = plain.contiguous()
-    return found
+        tensors[names.get_name(name.removesuffix(".weight")) + ".weight"] = plain.contiguous()
+    return tensors
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def sentencepiece(text, facts):
         _, place = min(pairs)
         parts[place : place + 2] = ["".join(parts[place : place + 2])]
     spelled = [[part] if part in score else [f"<0x{byte:02X}>" for byte in part.encode()] for part in parts]
-    return [tokens.index(one) for some in spelled for one in some]
+    return [tokens.index(token) for some in spelled for token in some]
 
 
 @pytest.mark.parametrize("begins", [True, False])

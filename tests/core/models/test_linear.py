@@ -48,13 +48,13 @@ def test_another_thread_s_rows_go_through_the_layer_s_own_product(monkeypatch):
 
     monkeypatch.setattr("sfi_kernels.numba_ops.multiply_few", changed)
     monkeypatch.setattr(linear, "LARGE", 1)
-    one = layer(torch.float32)
+    module = layer(torch.float32)
     row = torch.ones(1, 64)
-    plain = one(row)
-    with quick_linears(Holder(one)), ThreadPoolExecutor(1) as pool:
-        assert torch.equal(pool.submit(one, row).result(), plain)
+    plain = module(row)
+    with quick_linears(Holder(module)), ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(module, row).result(), plain)
         with pytest.raises(AssertionError):
-            one(row)
+            module(row)
 
 
 @pytest.mark.parametrize(
@@ -67,12 +67,12 @@ def test_another_thread_s_rows_go_through_the_layer_s_own_product(monkeypatch):
 )
 def test_products_are_sums_in_float32_and_rounded_once(monkeypatch, shape, dtype: torch.dtype, *, bias: bool):
     monkeypatch.setattr(linear, "LARGE", 1)
-    one, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)
-    expected = product(one, rows)
-    with quick_linears(Holder(one)):
-        assert type(one) is RowLinear or (why_not() and dtype is torch.float32)
-        out = one(rows)
-    assert type(one) is Linear
+    module, rows = layer(dtype, bias=bias), torch.randn(shape).to(dtype)
+    expected = product(module, rows)
+    with quick_linears(Holder(module)):
+        assert type(module) is RowLinear or (why_not() and dtype is torch.float32)
+        out = module(rows)
+    assert type(module) is Linear
     assert (out.dtype, out.shape) == (dtype, (*shape[:-1], 24))
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=eps, atol=max(eps / 64, 2e-6))
@@ -96,17 +96,17 @@ def test_a_cpu_with_16_bit_arithmetic_keeps_its_products_of_several_rows(monkeyp
     monkeypatch.setattr(linear, "crawls", lambda dtype: dtype in HALVES and not native)
     multiply, counts = loops.multiply_few, []
     monkeypatch.setattr(loops, "multiply_few", lambda matrix, x: counts.append(len(x)) or multiply(matrix, x))
-    one = layer()
-    with quick_linears(Holder(one)):
+    module = layer()
+    with quick_linears(Holder(module)):
         for rows in (1, 2, 8, 9):
-            one(torch.randn(rows, 64).bfloat16())
+            module(torch.randn(rows, 64).bfloat16())
     assert counts == expected
 
 
 class Holder(torch.nn.Module):
-    def __init__(self, one: Linear) -> None:
+    def __init__(self, module: Linear) -> None:
         super().__init__()
-        self.one, self.device, self.dtype = one, torch.device("cpu"), one.weight.dtype
+        self.one, self.device, self.dtype = module, torch.device("cpu"), module.weight.dtype
         self.config = LlamaConfig()
 
 

@@ -105,10 +105,10 @@ def test_a_hub_id_loads_from_the_cache(hub_id: str, saved: Path, revision: str |
 @pytest.mark.parametrize("hub", [True, False])
 def test_ranks_compare_the_commit_of_a_hub_id_and_the_digest_of_a_folder(hub, hub_id, saved, monkeypatch):
     monkeypatch.setattr("sfi_core.models.load.join", lambda: FakeRanks(size=2))
-    with pytest.raises(Compared) as told:
+    with pytest.raises(Compared) as caught:
         load(hub_id if hub else str(saved), device="cpu")
     digest = COMMIT if hub else checkpoint_digest(saved)
-    assert told.value.args == ({"model": digest, "dtype": "auto", "device": "cpu"},)
+    assert caught.value.args == ({"model": digest, "dtype": "auto", "device": "cpu"},)
 
 
 @pytest.mark.parametrize("name", ["auto", "float32", "bf16", "bfloat16", "fp16"])

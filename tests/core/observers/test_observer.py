@@ -19,17 +19,17 @@ def test_every_observer_gets_every_event():
     observers = Observers([first, second])
     observers.on(STEP)
     observers.on(SELECTION)
-    for one in (first, second):
-        assert one.steps == [STEP]
-        assert one.selections[0] is SELECTION
+    for observer in (first, second):
+        assert observer.steps == [STEP]
+        assert observer.selections[0] is SELECTION
 
 
 def test_every_observer_brackets_the_same_region():
     first, second = RecordingObserver(), RecordingObserver()
     with Observers([first, second]).span("attention.dense", 3):
         assert (first.open, second.open) == (1, 1)
-    for one in (first, second):
-        assert (one.open, one.spans) == (0, [("attention.dense", 3)])
+    for observer in (first, second):
+        assert (observer.open, observer.spans) == (0, [("attention.dense", 3)])
 
 
 def test_spans_close_when_the_region_fails():

@@ -54,12 +54,12 @@ def chosen(index_BHK: torch.Tensor) -> list[list[int]]:
 def test_snapkv_keeps_the_pooled_attention_of_the_window():
     """Softmax over the whole prompt, mean over window and group, average over five neighbors."""
     logits = random_logits(PROMPT, window=3)
-    got = chosen(make("snapkv").select_after(shown(logits)).index_BHK)
+    selected = chosen(make("snapkv").select_after(shown(logits)).index_BHK)
     prefix = range(SINK, PROMPT - RECENT)
     mean = logits.double().softmax(-1).mean(dim=(2, 3))[0]
     for head in range(H):
         score = [sum(float(mean[head, k]) for k in range(j - 2, j + 3) if k in prefix) / 5 for j in range(PROMPT)]
-        assert got[head] == best_of(score, prefix, BUDGET)
+        assert selected[head] == best_of(score, prefix, BUDGET)
 
 
 def test_snapkv_selects_once_and_keeps_what_it_decodes(tiny_model):
@@ -80,29 +80,29 @@ def test_quest_takes_the_pages_with_the_highest_scores(length: int):
     page, budget, generator = 4, 12, torch.Generator().manual_seed(length)
     key_PHND = torch.randn(8, H, 8, D, generator=generator)
     query_BHGD = torch.randn(1, H, G, D, generator=generator)
-    key_HTD, made = key_PHND.transpose(0, 1).flatten(1, 2), make("quest", CONFIG.replace(baseline={"page": page}))
-    kept = made.keeps(1, G, key_PHND, key_PHND, 64)
+    key_HTD, policy = key_PHND.transpose(0, 1).flatten(1, 2), make("quest", CONFIG.replace(baseline={"page": page}))
+    kept = policy.keeps(1, G, key_PHND, key_PHND, 64)
     # what a prompt's end leaves: all tokens but the step's own
     state = RequestState(length=length - 1, prompt_tokens=length - 1)
     keys = shown(
         torch.zeros(1, H, G, 1, length - 1), state=state, kept=(kept,), keys=lambda *at: key_HTD[None, :, at[1] : at[2]]
     )
-    made.select_after(keys)
+    policy.select_after(keys)
     step = StepRequest(mode=FAST, length=length, recent_start=length - RECENT, packed=0, sink=SINK)
     index_BHK = page_scan(
         query_BHGD, key_PHND, torch.arange(8)[None].int(), describe_step([step], 0, torch.device("cpu")), kept.pages,
         torch.zeros(1, H, SINK + budget, dtype=torch.int32), torch.zeros(1, H, dtype=torch.int32), page=page,
         budget=budget,
     ).index_BHK  # fmt: skip
-    got = chosen(index_BHK)
+    selected = chosen(index_BHK)
     for head in range(H):
         score = []
         for j in range(length):
-            own = key_HTD[head, j - j % page : min(length, j - j % page + page)]
+            page_PD = key_HTD[head, j - j % page : min(length, j - j % page + page)]
             q_GD = query_BHGD[0, head]
-            of_page = torch.maximum(q_GD * own.amin(0), q_GD * own.amax(0)).sum(-1)
+            of_page = torch.maximum(q_GD * page_PD.amin(0), q_GD * page_PD.amax(0)).sum(-1)
             score.append(float(of_page.max()))
-        assert got[head] == best_of(score, range(SINK, length - RECENT), budget)
+        assert selected[head] == best_of(score, range(SINK, length - RECENT), budget)
 
 
 def run(model, policy: str, config: SfiConfig = CONFIG, **options):
@@ -116,9 +116,9 @@ def test_random_k_draws_differ_between_steps_layers_texts_and_seeds():
     state = layer.states[0]
     others = [replace(state, step=7, tokens=text) for text in ([], [1] * 7, [2] * 7)]
     draws = {
-        str(chosen(make("random-k", CONFIG.replace(trigger_seed=seed)).select_after(one).index_BHK))
+        str(chosen(make("random-k", CONFIG.replace(trigger_seed=seed)).select_after(evidence).index_BHK))
         for seed in (0, 1)
-        for one in (layer, replace(layer, layer=1), *(replace(layer, states=(other,)) for other in others))
+        for evidence in (layer, replace(layer, layer=1), *(replace(layer, states=(other,)) for other in others))
     }
     assert len(draws) == 2 * (2 + len(others))
 
@@ -139,7 +139,7 @@ def test_prior_only_ranks_by_key_norm_and_position():
     """Eqs. 9-12 in plain Python."""
     norms = 0.5 + torch.rand(1, H, PROMPT)
     layer = shown(random_logits(PROMPT), norms=norms)
-    got = chosen(make("prior-only").select_after(layer).index_BHK)
+    selected = chosen(make("prior-only").select_after(layer).index_BHK)
     s, first, last = CONFIG.selector, SINK, PROMPT - RECENT - 1
     for head in range(H):
         score = []
@@ -147,7 +147,7 @@ def test_prior_only_ranks_by_key_norm_and_position():
             u = min(1.0, max(0.0, (j - first) / (last - first)))
             decay = math.exp(-s.beta * u**s.power) * (1 - u + 1e-12) ** s.eta
             score.append(norm**-s.gamma * decay)
-        assert got[head] == best_of(score, range(first, last + 1), BUDGET)
+        assert selected[head] == best_of(score, range(first, last + 1), BUDGET)
 
 
 def test_quest_and_the_oracle_say_what_choosing_reads(tiny_model):

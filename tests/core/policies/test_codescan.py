@@ -38,12 +38,12 @@ def run(relearn: int = 128) -> tuple[Watched, list[tuple[torch.Tensor, torch.Ten
 
 def bases_of(seen: list[Seen], relearn: int = 128) -> list[tuple[CodeBasis, int, torch.Tensor]]:
     """The bases of a layer and request, with the tokens that were cached then and its queries."""
-    found, whole_HTD = [], seen[-1].key_HTD
+    bases, whole_HTD = [], seen[-1].key_HTD
     for key_HTD, query_HND, basis in run(relearn)[1]:
         tokens = key_HTD.shape[1]
         if torch.equal(whole_HTD[:, SINK : SINK + tokens], key_HTD):
-            found.append((basis, SINK + tokens, query_HND))
-    return found
+            bases.append((basis, SINK + tokens, query_HND))
+    return bases
 
 
 def estimate(seen: Seen, basis: CodeBasis, head: int) -> torch.Tensor:
@@ -63,21 +63,21 @@ def fast_steps(relearn: int = 128):
     """Every fast step of every request and layer, with the last basis before it, if there is any."""
     for (request, _), seen in run(relearn)[0].seen.items():
         bases = bases_of(seen, relearn)
-        for one in seen[1:]:
-            known = [basis for basis, tokens, _ in bases if tokens < one.tokens]
-            yield request, one, known[-1:]
+        for step in seen[1:]:
+            known = [basis for basis, tokens, _ in bases if tokens < step.tokens]
+            yield request, step, known[-1:]
 
 
 @pytest.mark.parametrize("relearn", [128, 3])
 def test_a_step_reads_the_keys_whose_codes_promise_most(relearn: int):
     chosen = 0
-    for request, seen, found in fast_steps(relearn):
+    for request, seen, bases in fast_steps(relearn):
         first = min(SINK, LENGTHS[request])
         candidates = range(first, max(first, seen.tokens - RECENT))
         for head in range(H):
             expected = list(candidates)
             if len(candidates) > BUDGET:
-                (basis,), chosen = found, chosen + 1
+                (basis,), chosen = bases, chosen + 1
                 weight_GT = estimate(seen, basis, head)[:, first : candidates.stop].softmax(-1)
                 score = [0.0] * first + coarse(weight_GT.mean(0)).tolist()
                 expected = best_of(score, candidates, BUDGET)
@@ -88,7 +88,7 @@ def test_a_step_reads_the_keys_whose_codes_promise_most(relearn: int):
 def test_the_pseudo_token_stands_for_what_is_not_read():
     """Its weight is a share of what the codes promise of the rest, its value the mean over J."""
     compared = 0
-    for request, seen, found in fast_steps():
+    for request, seen, bases in fast_steps():
         first, stop = min(SINK, LENGTHS[request]), seen.tokens - RECENT
         for head in range(H):
             read = [*seen.packed[head], *range(max(first, stop), seen.tokens)]
@@ -97,7 +97,7 @@ def test_the_pseudo_token_stands_for_what_is_not_read():
             total_G, out_GE = weights_GS.sum(-1), weights_GS @ value_HTE[read]
             if stop - first > BUDGET:
                 unread = [j for j in range(first, stop) if j not in seen.packed[head]]
-                rest_G = REST * estimate(seen, *found, head)[:, unread].exp().sum(-1)
+                rest_G = REST * estimate(seen, *bases, head)[:, unread].exp().sum(-1)
                 total_G, compared = total_G + rest_G, compared + 1
                 out_GE = out_GE + rest_G[:, None] * value_HTE[first:stop].mean(0)
             expected_GE = out_GE / total_G[:, None]
@@ -111,13 +111,13 @@ def test_the_basis_is_the_prompts_own():
     watch, learned = run()
     assert len(learned) == sum(len(bases_of(seen)) for seen in watch.seen.values())
     for (request, _), seen in watch.seen.items():
-        found = [tokens for _, tokens, _ in bases_of(seen)]
+        learned_at = [tokens for _, tokens, _ in bases_of(seen)]
         if LENGTHS[request] > SINK + RECENT:
-            assert found == [LENGTHS[request]]
+            assert learned_at == [LENGTHS[request]]
         elif LENGTHS[request] + NEW - 1 > SINK + RECENT + BUDGET:  # when a step first has to choose
-            assert found == [SINK + RECENT + BUDGET]  # from what was there before it
+            assert learned_at == [SINK + RECENT + BUDGET]  # from what was there before it
         else:
-            assert found == []
+            assert learned_at == []
     assert {layer for _, layer in watch.seen} == {*LAYERS}
 
 
@@ -130,7 +130,7 @@ def test_the_basis_is_learned_again_from_the_last_queries():
         G = prompt.shape[1] // LENGTHS[0]
         assert [tokens for _, tokens, _ in bases] == list(range(LENGTHS[0], LENGTHS[0] + NEW - 1, 3))
         for _, tokens, query_HND in bases[1:]:
-            steps = [one.query_HGD for one in seen[1:] if one.tokens <= tokens]
+            steps = [step.query_HGD for step in seen[1:] if step.tokens <= tokens]
             expected = torch.cat([prompt, *steps], 1)
             assert expected.shape[1] == tokens * G
             own_HDD, expected_HDD = (part.mT @ part for part in (query_HND, expected))
@@ -158,11 +158,11 @@ def test_no_basis_of_as_many_channels_keeps_more_of_the_products(D: int):
     for head in range(2):
         centered = (key_HTD[head] - key_HTD[head].mean(0)).double()
         products = query_HND[head].double() @ centered.T
-        own = (query_HND[head] @ basis.query_HDC[head]).double() @ (basis.encode_HDC[head].double().T @ centered.T)
-        kept = 1 - (products - own).square().sum() / products.square().sum()
+        ours = (query_HND[head] @ basis.query_HDC[head]).double() @ (basis.encode_HDC[head].double().T @ centered.T)
+        share = 1 - (products - ours).square().sum() / products.square().sum()
         singular = torch.linalg.svdvals(products)
         most = singular[: 16 * words(D)].square().sum() / singular.square().sum()
-        assert 0.97 * most < kept < most * (1 + 1e-6)
+        assert 0.97 * most < share < most * (1 + 1e-6)
         energy = own_energy(query_HND[head], basis, centered, head)
         assert energy == sorted(energy, reverse=True)
 
@@ -176,20 +176,22 @@ def own_energy(query_ND: torch.Tensor, basis: CodeBasis, centered_TD: torch.Tens
 def test_fewer_dimensions_than_channels_lose_nothing_but_levels():
     key_HTD, query_HND = torch.randn(1, 50, 8), torch.randn(1, 50, 8)
     basis = learn_basis(key_HTD, query_HND)
-    own = (query_HND @ basis.query_HDC) @ ((key_HTD - basis.mean_HD[:, None]) @ basis.encode_HDC).mT
+    ours = (query_HND @ basis.query_HDC) @ ((key_HTD - basis.mean_HD[:, None]) @ basis.encode_HDC).mT
     true = query_HND @ (key_HTD - key_HTD.mean(1, keepdim=True)).mT
-    torch.testing.assert_close(own, true, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours, true, rtol=1e-3, atol=1e-3)
 
 
 def test_what_an_observer_hears_of_the_scores():
     """The estimated attention on unread keys, and the last score chosen over the first one left."""
     logits_HGT, index_HK = torch.randn(2, 3, 9), torch.tensor([[0, 4, 7], [1, 2, 3]], dtype=torch.int32)
-    told = diagnosed(logits_HGT, index_HK)
+    diagnostics = diagnosed(logits_HGT, index_HK)
     for head, chosen in enumerate(index_HK.tolist()):
         score = [sum(float(p[j]) for p in logits_HGT[head].softmax(-1)) / 3 for j in range(9)]
         left = [score[j] for j in range(9) if j not in chosen]
-        assert float(told["unread_estimate"][head]) == pytest.approx(sum(left), rel=1e-4)
-        assert float(told["score_margin"][head]) == pytest.approx(min(score[j] for j in chosen) / max(left), rel=1e-4)
+        assert float(diagnostics["unread_estimate"][head]) == pytest.approx(sum(left), rel=1e-4)
+        assert float(diagnostics["score_margin"][head]) == pytest.approx(
+            min(score[j] for j in chosen) / max(left), rel=1e-4
+        )
 
 
 def test_an_observer_hears_of_every_choice_and_changes_none():
@@ -200,7 +202,7 @@ def test_an_observer_hears_of_every_choice_and_changes_none():
     assert [r.token_ids for r in watched.report.requests] == [r.token_ids for r in alone.report.requests]
     chose = [event for event in heard.selections if (event.index_HK >= 0).sum(1).max() == BUDGET]
     assert len(chose) > 20
-    for event in (one for one in heard.selections if one.step):
+    for event in (event for event in heard.selections if event.step):
         unread_H, margin_H = event.diagnostics["unread_estimate"], event.diagnostics["score_margin"]
         assert ((unread_H >= 0) & (unread_H < 1)).all()
         # scores are compared in steps of an eighth, so that one left may be that much higher

@@ -19,8 +19,8 @@ CONFIG = SfiConfig(slow_start=1, min_gap=0, span=0, sink=SINK, recent=RECENT, bu
 
 @cache
 def run(tau: float, *, first_layer_dense: bool = True) -> Watched:
-    own = {"page": PAGE, "tau": tau, "first_layer_dense": first_layer_dense}
-    return watched(PROMPTS, CONFIG.replace(freekv=own), "freekv", NEW)
+    settings = {"page": PAGE, "tau": tau, "first_layer_dense": first_layer_dense}
+    return watched(PROMPTS, CONFIG.replace(freekv=settings), "freekv", NEW)
 
 
 def page_score(seen: Seen, head: int) -> list[float]:
@@ -51,16 +51,16 @@ def moved(now: Seen, last: Seen, head: int, tau: float) -> bool:
     return float(cosine.mean()) < tau
 
 
-def reads(found: Watched, request: int, layer: int, tau: float):
+def reads(watch: Watched, request: int, layer: int, tau: float):
     """Say what each step's heads read by the rules, and how many of them were corrected, of how many."""
     sink, rows, corrected, of = min(SINK, len(PROMPTS[request])), [], 0, 0
-    steps = found.seen[request, layer]
+    steps = watch.seen[request, layer]
     for last, now in pairwise(steps):
         heads = []
         for head in range(H):
-            own = moved(now, last, head, tau)
-            corrected, of = corrected + own, of + 1
-            chosen = selected(now if own else last, head, now.tokens, sink)
+            moves = moved(now, last, head, tau)
+            corrected, of = corrected + moves, of + 1
+            chosen = selected(now if moves else last, head, now.tokens, sink)
             recent = range(max(sink, now.tokens - RECENT), now.tokens)
             heads.append([*range(sink), *chosen, *recent])
         rows.append(heads)
@@ -71,48 +71,48 @@ def reads(found: Watched, request: int, layer: int, tau: float):
 @pytest.mark.parametrize("tau", first([SOME, -1.0, 1.0]))
 def test_a_step_reads_the_last_query_s_pages_and_moved_heads_their_own(tau: float, request_: int):
     """Secs. 3.2 and 3.3: the packed positions when the layer attends, and what the attention returned."""
-    found = run(tau, first_layer_dense=False)
+    watch = run(tau, first_layer_dense=False)
     for layer in LAYERS:
-        rows, corrected, of = reads(found, request_, layer, tau)
+        rows, corrected, of = reads(watch, request_, layer, tau)
         share = {-1.0: corrected == 0, 1.0: corrected == of}.get(tau, 0 < corrected < of)
         assert share, (corrected, of)
-        for now, heads in zip(found.seen[request_, layer][1:], rows, strict=True):
+        for now, heads in zip(watch.seen[request_, layer][1:], rows, strict=True):
             recent = max(min(SINK, len(PROMPTS[request_])), now.tokens - RECENT)
-            assert now.packed == [[j for j in own if j < recent] for own in heads], now.step
+            assert now.packed == [[j for j in positions if j < recent] for positions in heads], now.step
             now.assert_read(heads)
 
 
 @pytest.mark.parametrize("first_layer_dense", first([True, False]))
 def test_reads_are_counted_as_the_positions_say(*, first_layer_dense: bool):
-    found = run(SOME, first_layer_dense=first_layer_dense)
+    watch = run(SOME, first_layer_dense=first_layer_dense)
     for request in range(len(PROMPTS)):
         read = {}
         for layer in LAYERS:
-            rows, _, _ = reads(found, request, layer, SOME)
-            for now, heads in zip(found.seen[request, layer][1:], rows, strict=True):
+            rows, _, _ = reads(watch, request, layer, SOME)
+            for now, heads in zip(watch.seen[request, layer][1:], rows, strict=True):
                 dense = first_layer_dense and layer == 0
                 read[now.step, layer] = [range(now.tokens)] * H if dense else heads
-        assert_reads_counted(found, request, read)
+        assert_reads_counted(watch, request, read)
 
 
 def test_the_first_layer_is_left_dense_unless_it_is_not_to_be():
     """Sec. 5.1."""
-    found = run(SOME)
-    for now in found.seen[0, 0]:
+    watch = run(SOME)
+    for now in watch.seen[0, 0]:
         now.assert_read([range(now.tokens)] * H)
-    assert {event.layer for event in found.observer.selections} == {1}
+    assert {event.layer for event in watch.observer.selections} == {1}
     assert {event.layer for event in run(SOME, first_layer_dense=False).observer.selections} == {0, 1}
 
 
 def test_events_say_which_heads_were_corrected_and_what_was_selected_ahead():
-    found = run(SOME)
-    steps = found.seen[0, 1]
-    told = {(e.step, e.reason): e for e in found.observer.selections if e.request == 0}
+    watch = run(SOME)
+    steps = watch.seen[0, 1]
+    events = {(e.step, e.reason): e for e in watch.observer.selections if e.request == 0}
     later = [(t, reason) for t in range(1, NEW) for reason in ("correction", "speculative")]
-    assert sorted(told) == [(0, ""), *later]
+    assert sorted(events) == [(0, ""), *later]
     for last, now in pairwise(steps):
-        own = told[now.step, "correction"]
+        correction = events[now.step, "correction"]
         expected = [moved(now, last, head, SOME) for head in range(H)]
-        assert own.heads_H.tolist() == expected
-        ahead = told[now.step, "speculative"].index_HK.tolist()
+        assert correction.heads_H.tolist() == expected
+        ahead = events[now.step, "speculative"].index_HK.tolist()
         assert ahead == [selected(now, head, now.tokens + 1, SINK) for head in range(H)]

@@ -94,26 +94,30 @@ def test_a_selection_of_fewer_positions_than_the_budget_is_counted_as_it_is(inst
         heard, engine = RecordingObserver(), EngineOptions(lossless=lossless)
         options = {"policy": policy, "engine": engine, "max_new_tokens": 20, "stop_token_ids": ()}
         report = generate(tiny("llama"), None, prompts(90, 61), config, observers=[heard], **options).report
-        fast = [one for one in heard.steps if one.reason == "" and (one.drafted or not lossless)]
+        fast = [event for event in heard.steps if event.reason == "" and (event.drafted or not lossless)]
         assert fast
         model = heard.runs[0].model["layers"]
         layers = len(model)
-        row_bytes = sum(one["heads"] * (one["key_width"] + one["value_width"]) * one["itemsize"] for one in model)
-        for one in fast:
-            recent = 8 if policy == "always" else one.position + 1 - start(heard, one)
+        row_bytes = sum(
+            layer["heads"] * (layer["key_width"] + layer["value_width"]) * layer["itemsize"] for layer in model
+        )
+        for event in fast:
+            recent = 8 if policy == "always" else event.position + 1 - start(heard, event)
             sparse = 2 + 2.5 + recent
-            assert one.attended_tokens == (one.context_tokens + (layers - 1) * sparse) / layers
-            mates = [other for other in fast if other.batch_step == one.batch_step]
-            if not lossless and len(mates) == one.fast_requests == 2:
-                assert one.moved_bytes == round(row_bytes * sum(mate.attended_tokens for mate in mates))
+            assert event.attended_tokens == (event.context_tokens + (layers - 1) * sparse) / layers
+            mates = [other for other in fast if other.batch_step == event.batch_step]
+            if not lossless and len(mates) == event.fast_requests == 2:
+                assert event.moved_bytes == round(row_bytes * sum(mate.attended_tokens for mate in mates))
         for request in report.requests if not lossless else ():
-            read = [one for one in heard.steps if one.request == report.requests.index(request) and one.step]
-            assert request.mean_attended_tokens == pytest.approx(sum(one.attended_tokens for one in read) / len(read))
+            read = [event for event in heard.steps if event.request == report.requests.index(request) and event.step]
+            assert request.mean_attended_tokens == pytest.approx(
+                sum(event.attended_tokens for event in read) / len(read)
+            )
 
 
 def start(heard: RecordingObserver, step) -> int:
     """The first position of the anchored recent segment: eight tokens before the end of the last slow step."""
-    slow = [one for one in heard.steps if one.request == step.request and one.slow and one.step < step.step]
+    slow = [event for event in heard.steps if event.request == step.request and event.slow and event.step < step.step]
     return slow[-1].position + 1 - 8
 
 

@@ -40,14 +40,14 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def run(heads: Path, suspension: str, rho: float) -> Watched:
-    own = {"heads": str(heads), "suspension": suspension, "static": rho, "stride": STRIDE}
-    return watched(PROMPTS, CONFIG.replace(synckv=own), "synckv", NEW)
+    settings = {"heads": str(heads), "suspension": suspension, "static": rho, "stride": STRIDE}
+    return watched(PROMPTS, CONFIG.replace(synckv=settings), "synckv", NEW)
 
 
 def attention(seen: Seen, head: int) -> list[float]:
     """Eq. 5 over the head's whole history; the maximum over the query heads of a KV head (Appendix B.1)."""
     share = [query.softmax(-1).tolist() for query in seen.logits_HGT[head]]
-    return [max(own) for own in zip(*share, strict=True)]
+    return [max(weights) for weights in zip(*share, strict=True)]
 
 
 def sets_of_a_cluster(steps: list[Seen], leader: int, rho: float, sink: int) -> list[list[int]]:
@@ -68,9 +68,9 @@ def sets_of_a_cluster(steps: list[Seen], leader: int, rho: float, sink: int) -> 
     return rows
 
 
-def reads(found: Watched, request: int, layer: int, suspension: str, rho: float) -> list:
+def reads(watch: Watched, request: int, layer: int, suspension: str, rho: float) -> list:
     """Say what each step's heads read (Algorithm 1, lines 22-24)."""
-    steps, sink = found.seen[request, layer], min(SINK, len(PROMPTS[request]))
+    steps, sink = watch.seen[request, layer], min(SINK, len(PROMPTS[request]))
     sets = {leader: sets_of_a_cluster(steps, leader, rho, sink) for leader in LEADERS[layer]}
     anticipated, rows = steps[0], []
     for now in steps[1:]:
@@ -90,10 +90,10 @@ def reads(found: Watched, request: int, layer: int, suspension: str, rho: float)
 @pytest.mark.parametrize(("suspension", "rho"), KINDS)
 def test_heads_read_the_sets_that_their_representative_chose(heads: Path, suspension: str, rho: float, request_: int):
     """What the attention returned is attention to these positions, head by head and step by step."""
-    found = run(heads, suspension, rho)
+    watch = run(heads, suspension, rho)
     for layer in LAYERS:
-        rows = reads(found, request_, layer, suspension, rho)
-        for now, read in zip(found.seen[request_, layer][1:], rows, strict=True):
+        rows = reads(watch, request_, layer, suspension, rho)
+        for now, read in zip(watch.seen[request_, layer][1:], rows, strict=True):
             now.assert_read(read)
             assert now.slow == (now.step % STRIDE == 0)
 
@@ -101,13 +101,13 @@ def test_heads_read_the_sets_that_their_representative_chose(heads: Path, suspen
 @pytest.mark.parametrize(("suspension", "rho"), KINDS)
 def test_selections_are_the_static_and_the_dynamic_set(heads: Path, suspension: str, rho: float):
     """Every head's is its representative's; the prompt's last query and the anticipations select."""
-    found = run(heads, suspension, rho)
+    watch = run(heads, suspension, rho)
     for request, prompt in enumerate(PROMPTS):
-        told = {(e.step, e.layer): e for e in found.observer.selections if e.request == request}
-        assert sorted(told) == [(t, layer) for t in range(0, NEW, STRIDE) for layer in LAYERS]
-        for (step, layer), event in told.items():
-            sink, steps = min(SINK, len(prompt)), found.seen[request, layer]
-            index = [[j for j in own if j >= 0] for own in event.index_HK.tolist()]
+        events = {(e.step, e.layer): e for e in watch.observer.selections if e.request == request}
+        assert sorted(events) == [(t, layer) for t in range(0, NEW, STRIDE) for layer in LAYERS]
+        for (step, layer), event in events.items():
+            sink, steps = min(SINK, len(prompt)), watch.seen[request, layer]
+            index = [[j for j in positions if j >= 0] for positions in event.index_HK.tolist()]
             expected = [sets_of_a_cluster(steps, leader, rho, sink)[step] for leader in LEADERS[layer]]
             assert index == expected, (step, layer)
 
@@ -121,7 +121,7 @@ def test_the_static_share_decides_what_changes(heads: Path):
             for event in run(heads, suspension, rho).observer.selections
             if (event.request, event.layer) == (0, 1)
         ]
-        moves[rho] = len({str(one) for one in chosen})
+        moves[rho] = len({str(index) for index in chosen})
     assert moves[1.0] == 1
     assert min(moves[0.0], moves[0.5]) > 2
 
@@ -129,13 +129,13 @@ def test_the_static_share_decides_what_changes(heads: Path):
 @pytest.mark.parametrize(("suspension", "rho"), KINDS[:2])
 def test_reads_are_counted_as_the_positions_say(heads: Path, suspension: str, rho: float):
     """A layer counts by its share of heads that read everything."""
-    found = run(heads, suspension, rho)
+    watch = run(heads, suspension, rho)
     for request in range(len(PROMPTS)):
         read = {}
         for layer in LAYERS:
-            rows = reads(found, request, layer, suspension, rho)
-            read |= {(step, layer): own for step, own in enumerate(rows, 1)}
-        assert_reads_counted(found, request, read)
+            rows = reads(watch, request, layer, suspension, rho)
+            read |= {(step, layer): row for step, row in enumerate(rows, 1)}
+        assert_reads_counted(watch, request, read)
 
 
 def test_even_splits_neighbors_and_takes_each_group_s_first_head():
@@ -146,8 +146,8 @@ def test_even_splits_neighbors_and_takes_each_group_s_first_head():
     assert by_heads[14] == (0,) * 5 + (5,) * 5 + (10,) * 4
 
 
-def make(heads: str | None, **own) -> SyncKV:
-    config = CONFIG.replace(synckv={"heads": heads, **own})
+def make(heads: str | None, **settings) -> SyncKV:
+    config = CONFIG.replace(synckv={"heads": heads, **settings})
     return SyncKV(config, Trigger(frozenset(), config), LAYERS)
 
 
@@ -161,12 +161,12 @@ def test_what_lies_behind_a_shorter_request_takes_no_part(heads: Path):
     }  # fmt: skip
     spoilt = logits.clone()
     spoilt[1, ..., 22:] = torch.nan
-    clean, found = (
-        policy.select_after(Evidence(logits=lambda one=one: one, **shown)).index_BHK
-        for one in (logits.index_fill(4, torch.arange(22, 30), -torch.inf), spoilt)
+    clean, selection = (
+        policy.select_after(Evidence(logits=lambda evidence=evidence: evidence, **shown)).index_BHK
+        for evidence in (logits.index_fill(4, torch.arange(22, 30), -torch.inf), spoilt)
     )
-    assert torch.equal(found[1], clean[1])
-    assert bool((found[1] >= 0).all())
+    assert torch.equal(selection[1], clean[1])
+    assert bool((selection[1] >= 0).all())
 
 
 def test_without_a_head_file_it_says_how_to_make_one():

@@ -233,8 +233,8 @@ class Made(Table):
     ],
 )
 def test_a_setting_describes_itself(name: str, type_: str, range_: str, brief: str):
-    one = settings_of(Made)[name]
-    assert (one.name, one.type, one.range, one.brief) == (name, type_, range_, brief)
+    setting = settings_of(Made)[name]
+    assert (setting.name, setting.type, setting.range, setting.brief) == (name, type_, range_, brief)
 
 
 def test_settings_of_a_table_have_its_name():
@@ -265,8 +265,8 @@ def test_a_value_is_refused_by_type_and_range(name: str, value: object, words: s
 
 
 def test_a_list_becomes_a_tuple_and_a_whole_number_a_float():
-    made = Made(ids=[1, 2], rate=2)
-    assert (made.ids, made.rate, type(made.rate)) == ((1, 2), 2.0, float)
+    config = Made(ids=[1, 2], rate=2)
+    assert (config.ids, config.rate, type(config.rate)) == ((1, 2), 2.0, float)
 
 
 def test_a_field_without_a_meaning_is_a_mistake_of_ours():

@@ -63,9 +63,9 @@ def test_the_bytes_of_graphs_equal_hand_arithmetic(tiny_model):
 
 
 def test_a_policy_that_selects_nothing_has_one_graph_without_a_ring(tiny_model):
-    one = needs.forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
+    forecast = needs.forecast(tiny_model, [FULL], FULL_KV, batch=3, prompt_tokens=30, capacity=1000, graphs=True)
     step = 1408 * 3 + 768 * 3
-    assert one.graph_bytes == step + 3 * 96 * 4 + needs.GRAPH_BYTES + needs.LIBRARY_BYTES
+    assert forecast.graph_bytes == step + 3 * 96 * 4 + needs.GRAPH_BYTES + needs.LIBRARY_BYTES
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_a_bench_s_forecast_counts_the_evidence_ring_and_the_graphs(monkeypatch,
     selector = (places * 32 + 12 * 8) * 16 * capacity * 4
     logits = 2 * 151936 * 4 * 16
     widest = (3 * 2560 + 4 * 9728) * 2
-    kept = 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
-    held = selector + widest * 16 + logits + kept + 6 * needs.GRAPH_BYTES + needs.LIBRARY_BYTES
+    kept_bytes = 16 * 151936 * 2 + (0 + 1 + 2 + 4 + 8 + 16) * 36 * 8 * 2048 * 4
+    held = selector + widest * 16 + logits + kept_bytes + 6 * needs.GRAPH_BYTES + needs.LIBRARY_BYTES
     # a prompt selects by 16 queries
     workspace = max(selector, (4 * 32 * 16 + 12 * 8) * capacity * 4)
     assert document["rows"][0]["workspace_bytes"] == workspace + (held if graphs else 0)
@@ -141,9 +141,9 @@ def test_a_second_run_of_a_process_is_planned_as_the_first(monkeypatch: pytest.M
     monkeypatch.setattr(batch_plan, "free_bytes", lambda _: free(CUDA))
     monkeypatch.setattr(batch_plan, "give_back", lambda _: memory.give_back(CUDA) if empties else None)
 
-    def planned(made) -> None:
-        plans.append(made)
-        allocator.take(made.forecast.needed_bytes)
+    def planned(plan) -> None:
+        plans.append(plan)
+        allocator.take(plan.forecast.needed_bytes)
 
     for _ in range(2):
         sfi_core.generate(tiny_model, None, prompts, CONFIG, max_new_tokens=6, on_plan=planned)
@@ -182,21 +182,21 @@ class Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        known = {one.data_ptr() for one in tree_leaves((args, kwargs)) if torch.is_tensor(one)}
-        for one in tree_leaves(out):
-            if torch.is_tensor(one) and one.untyped_storage().nbytes():
-                self._see(one, known)
+        known = {leaf.data_ptr() for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)}
+        for leaf in tree_leaves(out):
+            if torch.is_tensor(leaf) and leaf.untyped_storage().nbytes():
+                self._see(leaf, known)
         return out
 
-    def _see(self, one: torch.Tensor, known: set[int]) -> None:
-        place, size = one.untyped_storage().data_ptr(), one.untyped_storage().nbytes()
+    def _see(self, tensor: torch.Tensor, known: set[int]) -> None:
+        place, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
         if not self.users[place]:
             if place in known:
                 return  # it was there before
             self.now += size
             self.peak = max(self.peak, self.now)
         self.users[place] += 1
-        weakref.finalize(one, self._forget, place, size)
+        weakref.finalize(tensor, self._forget, place, size)
 
     def _forget(self, place: int, size: int) -> None:
         self.users[place] -= 1
@@ -243,9 +243,9 @@ def test_the_forecast_covers_what_a_lossless_run_holds(observers: list[Observer]
 def test_the_bytes_of_a_verification_equal_hand_arithmetic():
     sizes = {"batch": 2, "vocabulary": 1000, "itemsize": 2}
     attention = {"grouped": 2, "capacity": 100}
-    one = needs.Drafting(tested=5, together=3000, compares=False, explicit=False)
-    assert one.pass_bytes(**sizes, **attention) == 2 * 5 * 1000 * 2 + 3000 * needs.PICKING
-    assert one.kept_bytes(**sizes) == 0
+    plain = needs.Drafting(tested=5, together=3000, compares=False, explicit=False)
+    assert plain.pass_bytes(**sizes, **attention) == 2 * 5 * 1000 * 2 + 3000 * needs.PICKING
+    assert plain.kept_bytes(**sizes) == 0
     two = needs.Drafting(tested=5, together=10, compares=True, explicit=False)
     assert two.pass_bytes(**sizes, **attention) == 20000 + max(1000 * needs.PICKING, 5000 * needs.COMPARING)
     assert two.kept_bytes(**sizes) == 2 * 4 * 1000 * 2
@@ -266,9 +266,9 @@ def test_states_are_held_twice_and_rings_have_room_for_a_draft(tiny_model):
             batch=1,
             prompt_tokens=30,
             capacity=400,
-            drafting=one,
+            drafting=draft,
         )
-        for one in (None, drafting)
+        for draft in (None, drafting)
     )
     row = 128 + 2 * 4
     assert (plain.sliding_bytes, lossless.sliding_bytes) == (64 * row + 100, 128 * row + 200)

@@ -142,15 +142,15 @@ def free(monkeypatch: pytest.MonkeyPatch, tmp_path):
 def test_memory_that_a_control_group_withholds_is_not_free(free, monkeypatch, tmp_path):
     """The least of what the process's group and those above it leave, with files that need not stay."""
     free(9000)
-    own, group = tmp_path / "own", tmp_path / "groups" / "one" / "job"
-    own.write_text("1:name=systemd:/\n0::/one/job\n")
+    own_group, group = tmp_path / "own", tmp_path / "groups" / "one" / "job"
+    own_group.write_text("1:name=systemd:/\n0::/one/job\n")
     group.mkdir(parents=True)
     for folder, limit, used in ((group, "max", 10), (group.parent, "5000", 4000)):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
         (folder / "memory.stat").write_text("anon 3\ninactive_file 500\n")
     monkeypatch.setattr(memory, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(memory, "OWN_GROUP", own)
+    monkeypatch.setattr(memory, "OWN_GROUP", own_group)
     assert memory.free_bytes(CPU) == 1500
 
 
@@ -203,10 +203,10 @@ def test_where_the_free_memory_is_unknown_nothing_is_refused_and_all_run_togethe
 
 def test_generate_refuses_before_it_allocates(free, tiny_model):
     free(1)
-    told = []
+    tokens = []
     with pytest.raises(MemoryForecastError, match=r"^the run must fit 0\.00 GB of free memory"):
-        sfi_core.generate(tiny_model, None, [[1, 2]], CONFIG, on_token=told.append)
-    assert told == []
+        sfi_core.generate(tiny_model, None, [[1, 2]], CONFIG, on_token=tokens.append)
+    assert tokens == []
 
 
 class Sized:
@@ -237,10 +237,10 @@ def test_the_largest_batch_is_the_last_that_fits(gigabytes: int, fits: int):
 def test_without_a_word_as_many_run_together_as_fit_with_room_to_spare(free, tiny_model):
     prompts = [[1] * length for length in (3, 20, 5, 4)]
     free(4 * GIGABYTE)  # 3 fit; with a tenth left free 2 do
-    made = plan(tiny_model, prompts)
-    assert (made.requests, made.slots, made.capacity) == (4, 2, 24)
-    assert made.free_bytes == 4 * GIGABYTE * 1024
-    assert made.forecast.kv_bytes == 2 * 10**9
+    batch_plan = plan(tiny_model, prompts)
+    assert (batch_plan.requests, batch_plan.slots, batch_plan.capacity) == (4, 2, 24)
+    assert batch_plan.free_bytes == 4 * GIGABYTE * 1024
+    assert batch_plan.forecast.kv_bytes == 2 * 10**9
     free(5 * GIGABYTE)  # all fit, to the last byte
     assert plan(tiny_model, prompts).slots == 4
     free(2 * GIGABYTE)  # one does, to the last byte
@@ -268,7 +268,7 @@ def test_prompts_that_do_not_fit_together_are_decoded_a_few_at_a_time(free, tiny
     whole = sfi_core.generate(tiny_model, None, prompts, CONFIG, **options)
     free(int(three / 0.9) // 1024 + 1)
     fewer = sfi_core.generate(tiny_model, None, prompts, CONFIG, **options)
-    assert [made.slots for made in plans] == [whole.slots, fewer.slots] == [4, 3]
+    assert [batch_plan.slots for batch_plan in plans] == [whole.slots, fewer.slots] == [4, 3]
     assert [r.token_ids for r in fewer.report.requests] == [r.token_ids for r in whole.report.requests]
     assert fewer.forecast.kv_bytes == plans[1].forecast.kv_bytes == 2 * 128 * 3 * 42
 

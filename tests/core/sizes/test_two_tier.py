@@ -59,8 +59,8 @@ def packed(layer: LayerShape, rows: int) -> int:
 
 def test_the_parts_are_those_of_every_request_and_full_attention_layer():
     """101 tokens are 13 pages of 8; 20 recent ones lie in up to 4 pages, and one is written."""
-    found = of()
-    assert dict(found.parts) == {
+    forecast = of()
+    assert dict(forecast.parts) == {
         "ring": 2 * (cells(WIDE, 40) + cells(NARROW, 40)),
         "packed": 2 * (packed(WIDE, 13) + packed(NARROW, 13)),
         "scratch": 2 * packed(WIDE, 13),
@@ -70,9 +70,9 @@ def test_the_parts_are_those_of_every_request_and_full_attention_layer():
         "stage": 0,
         "resident": 0,
     }
-    assert found.device_bytes == sum(found.parts.values())
-    assert found.host_bytes == found.cache_bytes == 2 * (cells(WIDE, 13 * 8) + cells(NARROW, 13 * 8))
-    assert dict(of(stages=True).parts) == {**found.parts, "stage": cells(WIDE, 13 * 8)}
+    assert forecast.device_bytes == sum(forecast.parts.values())
+    assert forecast.host_bytes == forecast.cache_bytes == 2 * (cells(WIDE, 13 * 8) + cells(NARROW, 13 * 8))
+    assert dict(of(stages=True).parts) == {**forecast.parts, "stage": cells(WIDE, 13 * 8)}
 
 
 def test_what_a_policy_does_not_need_does_not_count():
@@ -85,19 +85,19 @@ def test_what_a_policy_does_not_need_does_not_count():
 
 
 def test_a_layer_left_dense_has_no_packed_rows_and_no_notes():
-    found = of(config=CONFIG.replace(dense_layers=(0, 1))).parts
+    parts = of(config=CONFIG.replace(dense_layers=(0, 1))).parts
     without = of((SLIDING, NARROW)).parts
     for name in ("packed", "scratch", "notes"):
-        assert found[name] == without[name]
-    assert (found["ring"], found["norms"]) == (of().parts["ring"], of().parts["norms"])
+        assert parts[name] == without[name]
+    assert (parts["ring"], parts["norms"]) == (of().parts["ring"], of().parts["norms"])
 
 
 def test_resident_heads_have_their_whole_cache_besides_and_a_resident_layer_has_nothing_else():
-    found = of(resident=Summing(CONFIG, Trigger(frozenset(), CONFIG)).resident)
-    assert found.parts["resident"] == 2 * (cells(WIDE, 13 * 8, 3) + cells(NARROW, 13 * 8))
+    forecast = of(resident=Summing(CONFIG, Trigger(frozenset(), CONFIG)).resident)
+    assert forecast.parts["resident"] == 2 * (cells(WIDE, 13 * 8, 3) + cells(NARROW, 13 * 8))
     others = {**of().parts, "ring": 2 * cells(WIDE, 40)}
-    assert {**found.parts, "resident": 0} == others
-    assert (found.host_bytes, found.cache_bytes) == (2 * cells(WIDE, 13 * 8), of().host_bytes)
+    assert {**forecast.parts, "resident": 0} == others
+    assert (forecast.host_bytes, forecast.cache_bytes) == (2 * cells(WIDE, 13 * 8), of().host_bytes)
 
 
 def test_a_budget_that_is_too_small_says_what_the_run_needs():

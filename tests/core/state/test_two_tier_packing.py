@@ -46,8 +46,8 @@ class Packing:
             for head in range(H):
                 count = int(theirs.length_BH[row, head])
                 for name in ("key_BHSD", "value_BHSE", "position_BHS"):
-                    found, expected = (getattr(x, name)[row, head, :count] for x in (ours, theirs))
-                    assert torch.equal(found, expected), name
+                    rows, expected = (getattr(x, name)[row, head, :count] for x in (ours, theirs))
+                    assert torch.equal(rows, expected), name
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -168,8 +168,8 @@ def test_keys_come_from_the_ring_and_from_the_host(side: str):
         length = key.shape[1]
         for start in range(length):
             for stop in {start + 1, min(start + 7, length), length}:
-                found = written.store.keys(0, row, start, stop)
-                assert torch.equal(found[0], key[:, start:stop])
+                keys = written.store.keys(0, row, start, stop)
+                assert torch.equal(keys[0], key[:, start:stop])
 
 
 def test_norms_of_several_requests_come_in_one_tensor():

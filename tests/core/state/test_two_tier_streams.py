@@ -16,25 +16,25 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="streams of CP
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     """Note every copy of a segment, by the memory that it reads and writes, and what a recall does."""
-    made = Device()
-    made.install(monkeypatch)
+    device = Device()
+    device.install(monkeypatch)
     copy, reference = torch.index_select, recall.reference
 
     def noting_copy(source: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        read(made, source)
-        made.touch(place(out), write=True)
+        read(device, source)
+        device.touch(place(out), write=True)
         return copy(source, dim, index, out=out)
 
     def noting_recall(*tensors: torch.Tensor, **how) -> None:
         for tensor in (tensors[0], *tensors[3:10]):
-            read(made, tensor)
+            read(device, tensor)
         for tensor in tensors[10:15]:
-            made.touch(place(tensor), write=True)
+            device.touch(place(tensor), write=True)
         reference(*tensors, **how)
 
     monkeypatch.setattr(torch, "index_select", noting_copy)
     monkeypatch.setitem(recall.__dict__, "reference", noting_recall)
-    return made
+    return device
 
 
 def place(tensor: torch.Tensor) -> int:

@@ -272,9 +272,9 @@ def test_sentence_piece_s_bytes_and_spaces_are_found(sentence_piece):
 
 def test_word_piece_s_continuation_is_taken_and_what_it_drops_or_rewrites_is_missing(word_piece):
     expected = tuple(word_piece.convert_tokens_to_ids([".", "##."]))
-    found = build_trigger_set(word_piece, (".", "\n", "END", "§§", "."))
-    assert found.token_ids == expected
-    assert missing(found) == ["\n", "END", "§§"]
+    trigger_set = build_trigger_set(word_piece, (".", "\n", "END", "§§", "."))
+    assert trigger_set.token_ids == expected
+    assert missing(trigger_set) == ["\n", "END", "§§"]
     assert build_trigger_set(word_piece, ("\n", ".", "?", ".")).describe() == [
         ("'\\n'", 0, "no single token"),
         ("'.'", 2, "'.' '##.'"),

@@ -80,8 +80,8 @@ class Runner:
 
 def entry(request: int, start: int, count: int = 1) -> Entry:
     piece, step = RequestPass.prompt(count, ends=False), RequestPass.decode("trigger")
-    one = step if count == 1 else piece
-    return Entry(request, request, start, 100 + request, one)
+    request_pass = step if count == 1 else piece
+    return Entry(request, request, start, 100 + request, request_pass)
 
 
 def test_rows_of_different_counts_need_no_read() -> None:

@@ -33,14 +33,14 @@ class Request:
     length: int = 0
     step: int = -1
 
-    def entry(self, one: RequestPass, **options) -> Entry:
-        start, self.length = self.length, self.length + one.count
-        generates = one.generates
+    def entry(self, request_pass: RequestPass, **options) -> Entry:
+        start, self.length = self.length, self.length + request_pass.count
+        generates = request_pass.generates
         self.step += generates
         block = self.blocks[(self.length - 1) // N]
         step = self.step if generates else self.step + 1
-        selects = self.slot != NO_SLOT and (one.ends_prompt or one.kind == SLOW)
-        return Entry(self.number, self.slot, start, block, one, step, selects=selects, **options)
+        selects = self.slot != NO_SLOT and (request_pass.ends_prompt or request_pass.kind == SLOW)
+        return Entry(self.number, self.slot, start, block, request_pass, step, selects=selects, **options)
 
 
 FAST_STEP, SLOW_STEP = (RequestPass.decode(reason) for reason in ("", "trigger"))
@@ -181,7 +181,7 @@ def assert_same(server: Server, plain: Server) -> None:
         norm_PHN, key_PHND = server.engine.store.pages(layer).norm_PHN, server.cache[layer][0]
         known = norm_PHN[[15, 16]]  # the last owner of slot 1 has selected once
         torch.testing.assert_close(known, key_PHND.norm(dim=-1)[[15, 16]])
-        ours, theirs = (one.engine.run.segments[layer] for one in (server, plain))
+        ours, theirs = (host.engine.run.segments[layer] for host in (server, plain))
         assert torch.equal(ours.position_BHS.cpu(), theirs.position_BHS)
         assert torch.equal(ours.length_BH.cpu(), theirs.length_BH)
         assert (theirs.length_BH == CONFIG.sink + CONFIG.budget).all()

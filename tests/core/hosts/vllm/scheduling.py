@@ -42,8 +42,8 @@ class FakeScheduler:
     def __init__(
         self, config, *, slots: int = 4, late: bool = False, piece: int = 10, observer=None, evidence: int | None = None
     ):
-        def make(own) -> SFI:
-            return SFI(own, Trigger(frozenset({STOP}), own), [0, 1])
+        def make(request_config) -> SFI:
+            return SFI(request_config, Trigger(frozenset({STOP}), request_config), [0, 1])
 
         self.config, self.late, self.piece = config, late, piece
         self.planner = Planner(make, slots=slots, block=BLOCK, layers=2, evidence=evidence, observer=observer)
@@ -55,30 +55,30 @@ class FakeScheduler:
 
     def add(self, name: str, prompt: int, script: Sequence[int], /, **settings) -> None:
         self.live[name] = Fake(name, prompt, script)
-        own = {f"sfi.{key}": value for key, value in settings.items()}
-        self.planner.see(self.live[name], RequestSettings.of(own, self.config, lambda _: None))
+        extra = {f"sfi.{key}": value for key, value in settings.items()}
+        self.planner.see(self.live[name], RequestSettings.of(extra, self.config, lambda _: None))
 
     def step(self, names: Sequence[str] | None = None) -> dict[str, Entry]:
         """Schedule some requests, all that can go on by default; return their entries."""
         chosen = [
-            one
-            for one in self.live.values()
-            if (names is None or one.request_id in names) and one.generated < len(one.script)
+            request
+            for request in self.live.values()
+            if (names is None or request.request_id in names) and request.generated < len(request.script)
         ]
         lost, self.lost, resumed = self.lost, [], set()
         count, new, cached = {}, [], []
-        for one in chosen:
-            left = one.num_prompt_tokens + one.generated - one.computed
-            count[one.request_id] = piece = min(left, self.piece)
-            fresh = self.take(-(-(one.computed + piece) // BLOCK) - len(one.blocks))
-            if one.began:
-                cached.append((one.request_id, (list(fresh),) if fresh else None, one.computed))
+        for request in chosen:
+            left = request.num_prompt_tokens + request.generated - request.computed
+            count[request.request_id] = piece = min(left, self.piece)
+            fresh = self.take(-(-(request.computed + piece) // BLOCK) - len(request.blocks))
+            if request.began:
+                cached.append((request.request_id, (list(fresh),) if fresh else None, request.computed))
             else:
-                ids = {"req_id": one.request_id, "block_ids": (list(fresh),)}
-                new.append(SimpleNamespace(**ids, num_computed_tokens=one.computed))
-            resumed |= {one.request_id} if one.began and not one.blocks else set()
-            one.began = True
-            one.blocks += fresh
+                ids = {"req_id": request.request_id, "block_ids": (list(fresh),)}
+                new.append(SimpleNamespace(**ids, num_computed_tokens=request.computed))
+            resumed |= {request.request_id} if request.began and not request.blocks else set()
+            request.began = True
+            request.blocks += fresh
         names, blocks, computed = zip(*cached, strict=True) if cached else ((), (), ())
         again = SimpleNamespace(
             req_ids=names, new_block_ids=blocks, num_computed_tokens=computed, resumed_req_ids=resumed
@@ -90,26 +90,26 @@ class FakeScheduler:
         )
         if self.late:
             self.settle()
-        for one in chosen:
-            one.computed += count[one.request_id]
-            if one.computed == one.num_prompt_tokens + one.generated:
-                self.coming.append((one, one.script[one.generated]))
-                one.generated += 1
+        for request in chosen:
+            request.computed += count[request.request_id]
+            if request.computed == request.num_prompt_tokens + request.generated:
+                self.coming.append((request, request.script[request.generated]))
+                request.generated += 1
         if not self.late:
             self.settle()
         return dict(zip(count, plan.entries, strict=True))
 
     def settle(self) -> None:
-        for one, token in self.coming:
-            one.output_token_ids.append(token)
-            if one.ended:
-                self.end(one.request_id)
+        for request, token in self.coming:
+            request.output_token_ids.append(token)
+            if request.ended:
+                self.end(request.request_id)
         self.coming = []
 
     def run(self) -> dict[str, Tracked]:
         while self.live:
             self.step()
-            if self.late and all(one.generated == len(one.script) for one in self.live.values()):
+            if self.late and all(request.generated == len(request.script) for request in self.live.values()):
                 self.settle()
         return self.ended
 
@@ -122,11 +122,11 @@ class FakeScheduler:
 
     def preempt(self, name: str) -> None:
         """Take a request's blocks, and drop the token that is not known yet, if there is one."""
-        one = self.live[name]
-        kept = [(who, token) for who, token in self.coming if who is not one]
-        one.generated -= len(self.coming) - len(kept)
-        self.coming = kept
-        one.blocks, one.computed = [], 0
+        request = self.live[name]
+        others = [(who, token) for who, token in self.coming if who is not request]
+        request.generated -= len(self.coming) - len(others)
+        self.coming = others
+        request.blocks, request.computed = [], 0
         self.lost.append(name)
 
     def take(self, count: int) -> list[int]:

@@ -66,13 +66,13 @@ def test_what_choosing_reads_counts_for_each_answer_and_the_server(monkeypatch):
     observer = RecordingObserver()
     host = FakeScheduler(SfiConfig().replace(**SMALL, dense_layers=(1,)), observer=observer)
     host.add("a", 40, draw_tokens(1, 30))
-    told = host.run()["a"].report()
-    later = [one for one in observer.steps if one.step]
-    chosen = [0 if one.slow else one.context_tokens / 8 for one in later]
-    assert [one.selection_tokens for one in later] == pytest.approx(chosen)
+    report = host.run()["a"].report()
+    later = [event for event in observer.steps if event.step]
+    chosen = [0 if event.slow else event.context_tokens / 8 for event in later]
+    assert [event.selection_tokens for event in later] == pytest.approx(chosen)
     assert host.planner.totals["selection"] == pytest.approx(sum(chosen))
-    assert told["mean_selection_tokens"] == pytest.approx(sum(chosen) / len(later))
-    assert told["cache_read_ratio"] == told["read_ratio"] + told["selection_ratio"] > told["read_ratio"]
+    assert report["mean_selection_tokens"] == pytest.approx(sum(chosen) / len(later))
+    assert report["cache_read_ratio"] == report["read_ratio"] + report["selection_ratio"] > report["read_ratio"]
 
 
 def test_slow_steps_are_those_of_a_replay_of_the_recorded_tokens(tmp_path):
@@ -165,7 +165,7 @@ def test_requests_without_a_slot_are_dense_and_counted_apart():
     for name in "abcd":
         host.add(name, 20, draw_tokens(ord(name), 30))
     ended = host.run()
-    reports = {name: one.report() for name, one in ended.items()}
+    reports = {name: tracked.report() for name, tracked in ended.items()}
     assert [reports[name]["dense_steps"] for name in "abcd"] == [0, 0, 29, 29]
     assert reports["c"]["read_ratio"] == 1
     assert reports["a"]["read_ratio"] < 1
@@ -216,14 +216,14 @@ def test_steps_know_what_the_engine_s_step_reads_for_all_its_requests(late):
     host.run()
     kinds = set()
     for event in observer.steps:
-        mates = [one for one in observer.steps if one.batch_step == event.batch_step]
+        mates = [mate for mate in observer.steps if mate.batch_step == event.batch_step]
         assert event.graphs is None, "vLLM's own affair"
         if event.slow_requests + event.fast_requests > len(mates):
             continue  # one of them reads a piece of its prompt
         kinds.add((event.slow_requests, event.fast_requests))
-        assert event.slow_requests == sum(one.slow for one in mates)
-        assert event.cached_tokens == sum(one.context_tokens for one in mates)
-        assert event.moved_bytes == 8 * sum(one.attended_tokens for one in mates)
+        assert event.slow_requests == sum(mate.slow for mate in mates)
+        assert event.cached_tokens == sum(mate.context_tokens for mate in mates)
+        assert event.moved_bytes == 8 * sum(mate.attended_tokens for mate in mates)
     assert kinds >= {(0, 1), (0, 2), (1, 0), (1, 1)}
 
 
