@@ -45,13 +45,13 @@ class RowImpl(cpu_attn.CPUAttentionBackendImpl):
             return whole
         say_by_what()
         H, (*_, heads, D) = self.num_kv_heads, query.shape
-        key_PHND, value_PHNE = self.pages(kv_cache)
+        (key_PHND, value_PHNE), options = self.pages(kv_cache), self.logit_options
         for row, (start, stop) in enumerate(pairwise(attn_metadata.query_start_loc.tolist())):
             if start < stop:
                 where = (x[row : row + 1] for x in (attn_metadata.block_table, attn_metadata.seq_lens))
                 query_1HGWD = query[start:stop].view(-1, H, heads // H, D).permute(1, 2, 0, 3)[None]
                 by = fastest("torch", query.device, key_PHND, value_PHNE) if stop - start <= FEW else "torch"
-                out_1HGWE = dense_attention.on(by)(query_1HGWD, key_PHND, value_PHNE, *where, **self.logit_options)
+                out_1HGWE = dense_attention.on(by)(query_1HGWD, key_PHND, value_PHNE, *where, **options)
                 output[start:stop] = out_1HGWE[0].permute(2, 0, 1, 3).reshape(output[start:stop].shape)
         return output
 
